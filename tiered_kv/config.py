@@ -42,6 +42,17 @@ class Mode(Enum):
     """Decisions are made and traced, but not carried out: the engine behaves as without tiers."""
 
 
+class EventConsumer(Enum):
+    """Consumer of KV events about tiers outside VRAM."""
+
+    EXACT = "exact"
+    """Any consumer: every page is reported."""
+    VLLM_ROUTER = "vllm-router"
+    """vLLM's router: only pages that it credits correctly are reported."""
+    OFF = "off"
+    """None: only vLLM's own events are published."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierConfig:
     """An operator's settings.
@@ -68,6 +79,8 @@ class TierConfig:
             not. Always ``off`` with a policy other than the default.
         admission_max_wait_s: wait after which a request precedes every later request, seconds.
         trace: path of the current trace file; None disables the trace.
+        events: consumer for which KV events of tiers outside VRAM are published, if vLLM publishes
+            events.
         mode: whether decisions are carried out.
         snapshot_path: folder of snapshots of jobs; None disables snapshots.
         trace_steps: True to trace engine steps as well, in files next to the trace of turns.
@@ -90,6 +103,7 @@ class TierConfig:
     admission: str = "auto"
     admission_max_wait_s: float = 300.0
     trace: Path | None = None
+    events: EventConsumer = EventConsumer.EXACT
     mode: Mode = Mode.MANAGE
     trace_steps: bool = False
     snapshot_path: Path | None = None
@@ -169,6 +183,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
             given, "admission_max_wait_s", defaults.admission_max_wait_s, 0, 86_400, "seconds"
         ),
         trace=_path(given, "trace"),
+        events=EventConsumer(_either(given, "events", tuple(one.value for one in EventConsumer))),
         mode=Mode(_either(given, "mode", ("manage", "observe"))),
         trace_steps=_flag(given, "trace_steps"),
         snapshot_path=_folder(given, "snapshot_path"),

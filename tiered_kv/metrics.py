@@ -124,6 +124,8 @@ COUNTERS: Mapping[str, str] = {
     "snapshots_taken": "Snapshots created.",
     "snapshots_restored": "Snapshots restored.",
     "jobs_forked": "Jobs created as forks of others.",
+    "kv_events": "KV events published for tiers outside VRAM.",
+    "kv_event_pages_dropped": "Pages reported as removed because too many pages had been reported.",
     "answers_unread": "Answers whose tool calls were not read because the queue was full.",
     "tool_read_errors": "Tool calls that could not be read: the parser or the tokenizer failed.",
     "concurrent_turns": "Turns that arrived while another turn of their job was running.",

@@ -124,6 +124,16 @@ class Request(Protocol):
         """
         ...
 
+    def extra_keys(self, start: int, block_size: int, blocks: int) -> Sequence[object] | None:
+        """Return that part of the identity of each of ``blocks`` consecutive blocks, for KV events;
+        None if no block has such a part.
+
+        Args:
+            start: position of the first token of the first block.
+            block_size: tokens of a block.
+        """
+        ...
+
 
 MakeRequest: TypeAlias = Callable[[Sequence[int], str | None, int], Request]
 """Creates a request that never runs, in order to compute the keys of a context. Arguments: tokens,
@@ -313,6 +323,7 @@ class EngineFacts:
             boundary.
         speculates: True if a step may compute tokens that are later rejected.
         placeholders: blocks of the pool that are never allocated to a request.
+        publishes_events: True if the engine publishes KV events.
         model: display name of the model.
         version: the engine's version.
         limits: limits of the engine's scheduler.
@@ -330,6 +341,7 @@ class EngineFacts:
     whole_blocks: bool = False
     speculates: bool = False
     placeholders: int = 0
+    publishes_events: bool = False
     model: str = ""
     version: str = ""
     limits: EngineLimits = EngineLimits()

@@ -29,6 +29,7 @@ from .build import build_admission, build_engine, build_gaps, build_pages
 from .dependencies import Dependencies
 from .hint_actions import HintActions
 from .hook_guard import HookErrors
+from .kv_events import make_events
 from .scheduler_stats import Stats
 from .turn import Turn
 
@@ -103,6 +104,7 @@ class SchedulerHalf:
         gaps: components that decide between turns.
         snapshots: takes and restores snapshots of jobs, and forks jobs.
         kv_hints: carries out KV hints.
+        events: KV events of the tiers outside VRAM; None unless the engine publishes events.
         observation: records the tokens that would have been restored for turns; None unless in
             observe mode.
         errors: errors of hooks.
@@ -128,6 +130,7 @@ class SchedulerHalf:
         self.kv_hints = HintActions(
             deps, engine, self.pages, self.admission, self.gaps, self.errors
         )
+        self.events = make_events(deps, engine, self.pages)
         self.observation: Observation | None = None
         if deps.config.observes:
             self.observation = Observation(engine, self.pages, self.admission, prefills.fit)
@@ -282,6 +285,8 @@ class SchedulerHalf:
         turn.source.admitted, turn.source.admitted_at = True, self._clock()
         turn.source.cpu_tokens = num_external
         self.gaps.manager.on_admitted(turn)
+        if self.events is not None:
+            self.events.on_admitted(turn)
         below = self.pages.promotions.tokens_from_below(turn)
         turn.source.ssd_tokens = min(num_external, below.own + below.shared)
         turn.source.remote_tokens = min(turn.source.ssd_tokens, below.shared)
@@ -495,9 +500,29 @@ class SchedulerHalf:
         if hints.works:
             hints.advance()
         needs_steps = self.pages.dispatch.on_idle() or (bool(hints.works) and hints.needs_steps)
+        if self.events is not None and self.events.pending:
+            return True
         just_started = not self.step  # gauges are only exported with steps
         return self.observation is None and (
             just_started or self.snapshots.under_way or needs_steps
+        )
+
+    def stop_events(self) -> None:
+        """Report no further KV events, because the engine cannot publish them."""
+        if self.events is not None:
+            self.events.stop()
+            self.events = None
+        self.errors.add("take_events", "no further KV events are published")
+
+    @property
+    def awaits_demotions(self) -> bool:
+        """True if an idle engine steps only so that demotions are reported."""
+        return (
+            self.events is not None
+            and not self.events.pending
+            and not self.snapshots.under_way
+            and not self.kv_hints.works
+            and self.pages.dispatch.demotes_only
         )
 
     @property

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import vllm
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -63,10 +65,15 @@ from .fingerprints import Fingerprints, base_fingerprints
 from .kv_groups import why_not_offloadable
 from .other_connectors import connector_class, refuse_company
 from .plugin import share_logging
+from .published_events import EventConverter, watch_cleared
 from .stats import TieredPromMetrics, TieredStats
 from .weights import WeightCalls, install
 
 logger = logging.getLogger(__name__)
+
+REPORTS_EVERY_S = 0.02
+"""Pause between the steps of an idle engine that waits only for demotions to be reported, seconds.
+A request that arrives meanwhile waits for the rest of it."""
 
 
 class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
@@ -97,6 +104,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._has_states = facts.has_states
         self._positions: dict[int, int] = {}
         self._step_trace: StepTrace | None = None
+        self._convert_events: EventConverter | None = None
+        self._paused_at = 0
         self._unread_ids = UnreadIds(os.environ)
         self._introduced = False
         if role is KVConnectorRole.SCHEDULER:
@@ -203,6 +212,9 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._step_trace = half.gaps.log.steps
         resets = watch_resets if deps.config.observes else Resets
         resets(kv_cache_manager, pool.tables[CONTEXT], half.before_reset)
+        if half.events is not None:
+            self._convert_events = EventConverter(kv_cache_manager, deps.facts.groups)
+            watch_cleared(kv_cache_manager, half.events.on_cleared)
         observes, fingerprints = deps.config.observes, deps.fingerprints
         assert isinstance(fingerprints, Fingerprints)
         self.weight_calls = WeightCalls(
@@ -290,7 +302,24 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(lambda self: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.has_pending_push_work()
+        half = self._scheduler
+        pending = half.has_pending_push_work()
+        if pending and half.awaits_demotions and self._paused_at != half.step:
+            # An idle engine steps only for the workers' reports, so that KV events are published.
+            self._paused_at = half.step
+            time.sleep(REPORTS_EVERY_S)
+        return pending
+
+    def take_events(self) -> Sequence[Any]:
+        if self._convert_events is None:
+            return ()
+        try:
+            return self._convert_events(self.scheduler_half.events.take())  # type: ignore[union-attr]
+        except Exception:
+            # Not as for other hooks: nothing is half done, and the next step would fail too.
+            self._convert_events = None
+            self._scheduler.stop_events()
+            return (AllBlocksCleared(),)
 
     @never_raises(lambda self: False)
     def reset_cache(self) -> bool:

@@ -144,6 +144,7 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         hit_tokens=block_size,
         num_blocks=kv_cache_config.num_blocks,
         placeholders=1,  # the null block
+        publishes_events=publishes_events(vllm_config),
         groups=groups,
         replica=vllm_config.parallel_config.data_parallel_index,
         ahead=ahead,
@@ -153,6 +154,12 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         model=str(getattr(vllm_config.model_config, "model", "")),
         limits=_limits(vllm_config),
     )
+
+
+def publishes_events(vllm_config: Any) -> bool:
+    """Return True if vLLM publishes KV events."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
 
 
 def _limits(vllm_config: Any) -> EngineLimits:

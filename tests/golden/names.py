@@ -24,7 +24,7 @@ from tiered_kv.cli.app import app
 from tiered_kv.codecs.base import ELEMENTS, PageFormat, Section
 from tiered_kv.codecs.out_of_tree import OUT_OF_TREE_ID
 from tiered_kv.codecs.registry import CODECS, parse
-from tiered_kv.config import ADMIN_TOKEN, ENV_PREFIX, Mode, TierConfig
+from tiered_kv.config import ADMIN_TOKEN, ENV_PREFIX, EventConsumer, Mode, TierConfig
 from tiered_kv.keys import FORMAT_VERSION, Fingerprint, page_keys, rekeyed, tail_key
 from tiered_kv.metrics import WOULD_HAVE_SAVED
 from tiered_kv.orders import OrderKind
@@ -78,6 +78,7 @@ def settings() -> dict[str, Any]:
         for field in dataclasses.fields(TierConfig)
     }
     words = {
+        "events": [one.value for one in EventConsumer],
         "mode": [one.value for one in Mode],
         "policy": sorted(POLICIES),
         "eviction": sorted(EVICTION),

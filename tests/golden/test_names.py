@@ -30,6 +30,7 @@ OTHERS = {
     "pin_fraction": "0.5",
     "admission": "off",
     "admission_max_wait_s": "60",
+    "events": "off",
     "mode": "observe",
     "trace_steps": "1",
     "harmless_calls": "look,listen",

@@ -21,6 +21,7 @@ CONTRACT = [
     "runtime/test_ahead.py",
     "runtime/pins/test_pinning.py",
     "runtime/test_resets.py",
+    "runtime/test_kv_events.py",
     "runtime/test_weights.py",
     "vllm/test_hooks.py",
     "runtime/admission/test_gate.py",

@@ -119,6 +119,8 @@ class PageIndex:
         unsaved: returns those of the given pages that a lower tier lacks and would accept; None
             without lower tiers.
         on_evicted: called with the pages that are evicted.
+        on_changed: called with pages that may have become readable or missing, after each change
+            except ``adopt``; None if nothing observes the index.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class PageIndex:
         self.cold = ColdPages()
         self.promoted = PromotedPages()
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
+        self.on_changed: Callable[[Collection[PageKey]], None] | None = None
         # Copies in flight that read a slot. The slot of a forgotten page becomes free with its last
         # copy.
         self._readers = np.zeros(num_slots, np.int32)
@@ -273,6 +276,8 @@ class PageIndex:
             slots = [slot for _, slot, now in pages if now == slot]
         self._resident.update(zip(keys, slots, strict=True))
         self._eviction.added_all(keys)
+        if self.on_changed is not None:
+            self.on_changed(keys)
         return keys
 
     def abort(self, key: PageKey, slot: int) -> None:
@@ -282,6 +287,8 @@ class PageIndex:
             return
         del self._being_written[key]
         self._free.append(slot)
+        if self.on_changed is not None:
+            self.on_changed((key,))
 
     # -- reading ----------------------------------------------------------------
 
@@ -387,6 +394,8 @@ class PageIndex:
         free after that copy."""
         if key in self._being_written:
             self._forgotten.add((key, self._being_written.pop(key)))
+            if self.on_changed is not None:
+                self.on_changed((key,))
             return
         if key in self._resident:
             slot = self._resident.pop(key)
@@ -530,6 +539,8 @@ class PageIndex:
         """Record that pages are no longer readable."""
         self.promoted.gone(keys)
         self._eviction.removed_all(keys)
+        if self.on_changed is not None:
+            self.on_changed(keys)
 
     def _bury(self, key: PageKey, slot: int) -> None:
         """Finish the write of a page that was forgotten in the meantime, and free its slot."""

@@ -30,9 +30,15 @@ MB."""
 
 class TierIndex:
     """Keys of the pages in a tier's stores, each with a mark of whether the page was used since it
-    was written."""
+    was written.
+
+    Attributes:
+        on_changed: called with pages that may be listed now and were not before, or the other way
+            round; None if nothing observes the index.
+    """
 
     def __init__(self) -> None:
+        self.on_changed: Callable[[Collection[PageKey]], None] | None = None
         self._used: dict[PageKey, bool] = {}
         self._superseded: dict[PageKey, None] = {}
 
@@ -43,6 +49,10 @@ class TierIndex:
         return iter(self._used)
 
     def __contains__(self, key: PageKey) -> bool:
+        return key in self._used
+
+    def lists(self, key: PageKey) -> bool:
+        """Return True if the tier has the page as far as is known, even from an expired answer."""
         return key in self._used
 
     def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
@@ -68,10 +78,16 @@ class TierIndex:
 
     def add(self, keys: Iterable[PageKey]) -> None:
         """Record pages that the stores of all ranks have."""
+        if self.on_changed is not None:
+            keys = [*keys]
+            self.on_changed(keys)
         deque(map(self._used.setdefault, keys, repeat(False)), maxlen=0)
 
     def discard(self, keys: Iterable[PageKey]) -> None:
         """Drop pages that are missing or bad on some rank."""
+        if self.on_changed is not None:
+            keys = [*keys]
+            self.on_changed(keys)
         for key in keys:
             self._used.pop(key, None)
             self._superseded.pop(key, None)
@@ -107,6 +123,8 @@ class TierIndex:
 
     def clear(self) -> None:
         """Drop every page."""
+        if self.on_changed is not None:
+            self.on_changed(self._used.keys())
         self._used.clear()
         self._superseded.clear()
 
@@ -164,7 +182,10 @@ class AskedIndex(TierIndex):
         until = self._until
         deque(map(until.pop, keys, repeat(None)), maxlen=0)
         until.update(zip(keys, repeat(self._clock() + good_s)))
-        for key in [*islice(until, max(0, len(until) - MOST_ANSWERS))]:
+        dropped = [*islice(until, max(0, len(until) - MOST_ANSWERS))]
+        if dropped and self.on_changed is not None:
+            self.on_changed(dropped)
+        for key in dropped:
             del until[key]
             self._used.pop(key, None)
 

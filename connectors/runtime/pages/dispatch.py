@@ -101,6 +101,7 @@ class OrderDispatch:
         snapshots: snapshot orders.
         restored: turns whose async restore finished and that have not been scheduled since then.
         seen_failures: number of reported restore failures, by rank.
+        awaits_demotions: True if an idle engine should step until its demotions are reported.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class OrderDispatch:
         self.snapshots = snapshots = SnapshotOrders(book)
         self.restored: dict[str, Turn] = {}
         self.seen_failures: Mapping[int, int] = {}
+        self.awaits_demotions = False
         self._book = book
         self._saves = saves
         self._restores = restores
@@ -230,9 +232,16 @@ class OrderDispatch:
 
         Demotions alone are not a reason, because their threads write without steps. A store may be
         slow, and until it finishes, stepping would keep cores busy and could slow down a store on
-        the same machine.
+        the same machine. With ``awaits_demotions`` they are, because only a step takes the workers'
+        reports.
         """
-        return self._under_way(demotions=any(tier.has_more for tier in self._tiers.values()))
+        demotions = self.awaits_demotions or any(tier.has_more for tier in self._tiers.values())
+        return self._under_way(demotions=demotions)
+
+    @property
+    def demotes_only(self) -> bool:
+        """True if nothing but demotions is under way."""
+        return not self._under_way(demotions=False)
 
     def _under_way(self, *, demotions: bool) -> bool:
         if self._unsent or self._pieces:

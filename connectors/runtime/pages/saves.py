@@ -9,7 +9,7 @@ blocks are saved, and the pages at its last boundary in groups that keep only a 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse, islice
 from operator import attrgetter, itemgetter
@@ -155,6 +155,8 @@ class Saves:
 
     Attributes:
         over: number of saves that have finished.
+        on_filled: called with a turn, a page group and whole blocks of the turn whose pages are
+            about to be saved, unless a tier has them; None if nothing observes saves.
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class Saves:
         self._calendar: defaultdict[int, dict[Turn, None]] = defaultdict(dict)
         self.unsent = Outbox[SaveOrder]()
         self.over = 0
+        self.on_filled: Callable[[Turn, int, range], None] | None = None
         self._latest: OrderId | None = None
         self._ends: dict[int, SaveOrder] = {}  # of turns that ended since a step, by group
         # Pages of finished turns that count as just used: now, or once the save has settled.
@@ -252,6 +255,7 @@ class Saves:
             filled = self._nothing()
             filled[group][key] = block
             turn.save.bounded[key] = None
+            self._report_whole(turn, group, tokens)
             self._order(filled)
 
     def on_ended(self, turn: Turn) -> None:
@@ -328,9 +332,19 @@ class Saves:
     def _add_boundary(self, turn: Turn, tokens: int, filled: list[dict[PageKey, int]]) -> None:
         """Add the pages that a prefix of ``tokens`` needs in addition to whole blocks, if all these
         pages exist. The prefix is recorded as a boundary of the turn."""
-        for at, key, block in self._boundary(turn, tokens):
+        found = self._boundary(turn, tokens)
+        for at, key, block in found:
             filled[at][key] = block
             turn.save.bounded[key] = None
+        for at in {at for at, _, _ in found} if self.on_filled is not None else ():
+            self._report_whole(turn, at, tokens)
+
+    def _report_whole(self, turn: Turn, group: int, tokens: int) -> None:
+        """Report the whole blocks among those that a prefix of ``tokens`` needs."""
+        if self.on_filled is not None:
+            size = self._facts.groups[group].block_size
+            first = self._facts.groups[group].needs(tokens).start
+            self.on_filled(turn, group, range(first, tokens // size))
 
     def _boundary(self, turn: Turn, tokens: int) -> Sequence[tuple[int, PageKey, int]]:
         """Return the pages of a boundary, each with its group and block; empty if a page is
@@ -484,6 +498,11 @@ class Saves:
             start = self._book.index.readable_prefix(keys, start, full)
             if most is not None and full - start > most:
                 full, behind = start + most, True
+            if self.on_filled is not None:
+                # An answer may repeat pages of an engine before this one, which have no names yet.
+                answer = turn.request.num_prompt_tokens // group.block_size
+                first = min(start, max(answer, turn.save.cursors[at]))
+                self.on_filled(turn, at, range(first, full))
             turn.save.cursors[at] = full
             ids = map(_ID, blocks[start:full])
             filled[at].update(zip(keys[start:full], ids, strict=True))

@@ -274,6 +274,16 @@ class VllmRequest:
         extra, _ = generate_block_hash_extra_keys(self._request, token, token + 1, 0)
         return extra
 
+    def extra_keys(self, start: int, block_size: int, blocks: int) -> Sequence[object] | None:
+        request = self._request
+        if self.text_only and request.lora_request is None and (start or not request.cache_salt):
+            return None
+        found, at = [], 0
+        for first in range(start, start + blocks * block_size, block_size):
+            extra, at = generate_block_hash_extra_keys(request, first, first + block_size, at)
+            found.append(extra)
+        return found
+
 
 def request_maker(vllm_config: Any) -> MakeRequest:
     """Return a function that creates requests that never run, with which page keys are computed.

@@ -26,12 +26,14 @@ class EngineSize:
         block_size: tokens per block.
         max_batched_tokens: maximum number of tokens per step.
         device: torch device of the KV cache.
+        events: True if the engine publishes KV events.
     """
 
     blocks: int = 63
     block_size: int = 16
     max_batched_tokens: int = 256
     device: str = "cpu"
+    events: bool = False
 
 
 class Engine:

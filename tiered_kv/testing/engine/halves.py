@@ -4,11 +4,12 @@ module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
+from tiered_kv.connectors.runtime.kv_events import KvEvent
 from tiered_kv.connectors.runtime.observe.observation import make_worker_half
 from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
@@ -112,6 +113,11 @@ class Halves(Offload):
     def step_over(self) -> None:
         if (reports := self.worker.take_reports()) is not None:
             self.scheduler.on_reports(reports)
+
+    def take_events(self) -> Sequence[KvEvent]:
+        """Return the KV events of the last step."""
+        events = self.scheduler.events
+        return events.take() if events is not None else ()
 
     def ended(self, request: Request) -> None:
         self.scheduler.on_finished(request.request_id)

@@ -39,6 +39,7 @@ def read_facts(size: EngineSize) -> EngineFacts:
         num_blocks=size.blocks,
         placeholders=0,
         groups=(group,),
+        publishes_events=size.events,
     )
 
 
@@ -212,6 +213,11 @@ class PortRequest:
 
     def extra_key(self, token: int) -> object:
         return self.cache_salt
+
+    def extra_keys(self, start: int, block_size: int, blocks: int) -> Sequence[object] | None:
+        if self.cache_salt is None or start:
+            return None
+        return [(self.cache_salt,), *[None] * (blocks - 1)]
 
 
 def named_request(tokens: Sequence[int], salt: str | None, hash_tokens: int) -> PortRequest:

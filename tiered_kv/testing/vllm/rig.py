@@ -158,12 +158,14 @@ class Rig(EngineRig):
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         resumable: bool = False,
+        lora: object | None = None,
     ) -> Any:
         """Create vLLM's request without sending it.
 
         Args:
             params: the request's kv_transfer_params.
             salt: the request's cache_salt.
+            lora: vLLM's ``LoRARequest`` of the request's adapter.
         """
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
@@ -183,6 +185,7 @@ class Rig(EngineRig):
             pooling_params=None,
             block_hasher=self._hasher,
             cache_salt=salt,
+            lora_request=lora,
             priority=priority,
             resumable=resumable,
             arrival_time=float(len(self.prompts)),
