@@ -25,7 +25,7 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.conftest import BATCH
-from tiered_kv.connectors.runtime import hint_actions
+from tiered_kv.connectors.runtime import hint_actions, kv_events
 from tiered_kv.connectors.runtime.between_turns import turn_ends
 from tiered_kv.connectors.runtime.pages import pieces, promotions, restores, saves
 from tiered_kv.orders import RestoreMode
@@ -89,6 +89,9 @@ def work_in_pieces(seed: int) -> Iterator[None]:
             (promotions, "PAGES_A_STEP", 3),
             (turn_ends, "PAGES_A_STEP", 3),
             (hint_actions, "PAGES_A_STEP", 2),
+            (kv_events, "PAGES_A_STEP", 5),
+            (kv_events, "SEARCHED_A_STEP", 3),
+            (kv_events, "BLOCKS_TOGETHER", 3),
             (saves, "TOUCHED_A_STEP", 3),
             (saves, "LOOKED_AT", 2),
             (order_book, "SETTLED_AT_ONCE", 3),

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -25,7 +24,6 @@ from tests.runtime.event_consumers import Consumer, Expected, publish_events
 from tests.runtime.groups.kinds import MODELS
 from tests.runtime.pages import troubled_place
 from tests.runtime.two_ranks import TwoRankRig, TwoRanks, facts_of_two
-from tiered_kv.connectors.runtime import kv_events
 from tiered_kv.connectors.runtime.worker import cpu_memory
 from tiered_kv.remote import breaker
 from tiered_kv.testing.checked_kv import CELL
@@ -120,12 +118,6 @@ def some_settings(rng: random.Random, folder: Path, page_bytes: int) -> dict[str
     }
 
 
-def in_pieces(seed: int) -> Any:
-    """Limit the work on events in a step to a few pages if the seed is even."""
-    limits = {"PAGES_A_STEP": 5, "SEARCHED_A_STEP": 3, "BLOCKS_TOGETHER": 3}
-    return patch.multiple(kv_events, **({} if seed % 2 else limits))
-
-
 def play_on_vllm(folder: Path, seed: int, groups: tuple[GroupSpec, ...] = ()) -> Mapping[str, int]:
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -134,7 +126,7 @@ def play_on_vllm(folder: Path, seed: int, groups: tuple[GroupSpec, ...] = ()) ->
     options = some_options(
         rng, groups, configure=publish_events, extra=some_settings(rng, folder, page_bytes)
     )
-    with in_pieces(seed), Rig(folder / "model", options) as engine:
+    with Rig(folder / "model", options) as engine:
         choose_policies(engine, rng)
         groups_of_vllm = [group.index for group in engine.half.facts.groups]
         watch = Watch(engine, groups_of_vllm, convert=maybe_convert_block_hash)
@@ -161,10 +153,7 @@ def test_events_of_several_kv_types_tell_what_the_indices_hold(
 def play_on_second(make: Callable[[RigOptions], SecondRig], folder: Path, seed: int) -> Any:
     rng = random.Random(seed)
     extra = some_settings(rng, folder, 16 * CELL * LAYERS)
-    with (
-        in_pieces(seed),
-        make(RigOptions(**some_size(rng), extra=extra, events=True)) as engine,
-    ):
+    with make(RigOptions(**some_size(rng), extra=extra, events=True)) as engine:
         choose_policies(engine, rng)
         assert engine.halves is not None
         watch = Watch(engine, [0], engine.halves.take_events)
@@ -201,7 +190,7 @@ def play_lives(folder: Path, seed: int) -> Mapping[str, int]:
     for _ in range(rng.randrange(2, 4)):
         extra = {**some_settings(rng, folder, 16 * CELL * LAYERS), "ssd_path": "", **tier}
         options = RigOptions(**some_size(rng), extra=extra, events=True)
-        with in_pieces(seed), SecondRig(options) as engine:
+        with SecondRig(options) as engine:
             choose_policies(engine, rng)
             assert engine.halves is not None
             watch = Watch(engine, [0], engine.halves.take_events, adopts=True, asks=asks)
