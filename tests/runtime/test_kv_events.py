@@ -21,7 +21,6 @@ from tiered_kv.keys import DIGEST_BYTES
 from tiered_kv.orders import OrderKind
 from tiered_kv.page_group import KvKind
 from tiered_kv.policies.base import Decision, Tier
-from tiered_kv.policies.jobs.kv_hints import Intent, KvHint, Target
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.policies import Always
 from tiered_kv.testing.vllm.groups import GroupSpec
@@ -196,18 +195,6 @@ def test_an_idle_engine_steps_until_its_demotions_are_published(
     assert len(engine.has(SSD)) == 6
 
 
-def test_a_hint_on_an_idle_engine_is_published(make_rig: MakeRig, tmp_path: Path) -> None:
-    engine = Listening(make_rig, extra=tiers(tmp_path))
-    engine.rig.policy = Always(Decision(Tier.CPU))
-    engine.rig.ask("t1", PROMPT, params=JOB)
-    assert (len(engine.has(CPU)), len(engine.has(SSD))) == (6, 0)
-    assert not engine.rig.scheduler.has_requests()
-
-    engine.rig.half.kv_hints.carry_out(None, [KvHint("a", Intent.DEMOTE, Target(job="job"))])
-    engine.rig.run()
-    assert len(engine.has(SSD)) == 6
-
-
 def test_pages_of_an_engine_before_are_published_once_a_request_names_them(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
@@ -328,7 +315,7 @@ def test_without_vllms_events_there_are_none(make_rig: MakeRig, events: str) -> 
     )
     rig.ask("t1", PROMPT)
     assert rig.half.events is None
-    assert rig.index.on_changed is rig.pages.saves.on_filled is None
+    assert (rig.index.on_changed, rig.pages.saves.on_filled) == (None, None)
     assert not list(rig.connector.take_events())
 
 
