@@ -14,6 +14,12 @@ The tag keeps a run on one node, so that a node that is down truncates only cont
 A node redirects keys of slots that moved (``MOVED``) or are being moved (``ASK``). Redirects are
 followed within the call. The owners of all slots are fetched again after a ``MOVED`` and while a
 node fails, at most every ``REFRESH_S`` seconds, from any node that answers. Replicas are not read.
+
+Why no library: reading 64 values of 1 MiB from three masters on loopback, on two busy cores, takes
+valkey-py 6.2 with libvalkey 2.0 times as long (0.66 instead of 1.33 GiB/s) and 2.9 times the CPU
+time (medians of 25 rounds). With one master stopped and a time-out of 0.5 s, its pipeline of 64
+lookups returned after 41 s, without the answers of the others. Here a call of 0.5 s returned them in
+time.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
