@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from secrets import token_bytes
 
@@ -60,7 +61,6 @@ class RemoteTier:
         self._address = config.remote
         self._codec_name = config.codec
         self._link: DiskSpeed | None = None
-        self._several = len(config.remote.servers) > 1
 
     def open(self, site: StoreSite) -> PageStore:
         """Open the rank's connection to the store. The first call measures the link and chooses the
@@ -70,11 +70,13 @@ class RemoteTier:
         if self._link is None:
             with closing(make_store(self._address)) as store:
                 self._link = _measured(store, self._address)
-                self._several |= isinstance(store, ValkeyStore) and store.several
+                if isinstance(store, ValkeyStore):
+                    # The store's connections find a cluster also if its named node has failed.
+                    self._address = replace(self._address, servers=store.servers)
         # One thread reads, checks and decodes.
         codec, self.bandwidth = choose_codec(self._codec_name, site.page_format, self._link, 1)
         make = partial(from_table, trusted=self._codec_name)
-        retry_s = None if self._several else RETRY_S
+        retry_s = None if len(self._address.servers) > 1 else RETRY_S
         way = partial(make_store, self._address)
         return RemotePages(way, site, codec, make, self._link.write, retry_s)
 

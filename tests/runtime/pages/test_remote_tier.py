@@ -24,7 +24,7 @@ from tiered_kv.orders import OrderKind
 from tiered_kv.remote import breaker
 from tiered_kv.storage.remote_pages import PAGE_PREFIX
 from tiered_kv.testing.checked_kv import expected, text
-from tiered_kv.testing.valkey import ValkeyServer
+from tiered_kv.testing.valkey import ValkeyCluster, ValkeyServer
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.tiers import REMOTE
 
@@ -368,3 +368,36 @@ def test_pages_are_spread_over_servers_and_one_may_be_down(
             ask(rig, f"once more {at}", context, job_id=f"job {at}")
         assert 0 < rig.count("prompt_tokens_remote") < whole
         rig.check_clean()
+
+
+def test_a_cluster_is_read_again_once_a_replica_is_promoted(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    contexts = [text(96, seed=100 + at) for at in range(12)]
+
+    def ask_all(rig: Rig, name: str) -> int:
+        """Return the number of prompt tokens from the store."""
+        before = rig.count("prompt_tokens_remote")
+        for at, context in enumerate(contexts):
+            ask(rig, f"{name} {at}", context, job_id=f"{name} {at}")
+        return rig.count("prompt_tokens_remote") - before
+
+    with ValkeyCluster(tmp_path) as cluster:
+        lost = cluster.nodes[0]
+        settings = settings_with(cluster.url(lost))
+        first = make_rig(extra=settings, max_batched_tokens=64)
+        ask_all(first, "first")
+        settle(first)
+        first.close()
+        cluster.wait(cluster.replicated)
+        rig = make_rig(extra=settings, max_batched_tokens=64)
+        whole = ask_all(rig, "second")
+        assert whole >= 12 * 80
+        rig.close()
+        rigs = [make_rig(extra=settings, max_batched_tokens=64) for _ in range(2)]
+        lost.kill()
+        assert ask_all(rigs[0], "during the failover") <= whole
+        cluster.wait(lambda: cluster.has_promoted(cluster.partner(lost)))
+        assert ask_all(rigs[1], "after it") >= 0.9 * whole
+        for rig in rigs:
+            rig.check_clean()

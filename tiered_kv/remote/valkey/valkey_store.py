@@ -135,9 +135,9 @@ class ValkeyStore:
         self._keep_clients(address.servers)
 
     @property
-    def several(self) -> bool:
-        """True if the store is known to have several servers, which fail independently."""
-        return len(self._clients) > 1
+    def servers(self) -> tuple[Server, ...]:
+        """The servers of the address, and the masters of its cluster as far as they are known."""
+        return tuple(dict.fromkeys((*self._address.servers, *self._clients)))
 
     def check(self, deadline: float) -> None:
         """Connect to every server, in a cluster to every master; see ``RemoteStore``."""
