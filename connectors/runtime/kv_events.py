@@ -24,7 +24,7 @@ from tiered_kv.config import EventConsumer
 from tiered_kv.keys import DIGEST_BYTES, PageKey
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.base import PageState
-from tiered_kv.pages.tier_index import TierIndex
+from tiered_kv.pages.tier_index import TierPages
 
 from .dependencies import Dependencies
 from .engine_state import EngineState
@@ -165,9 +165,9 @@ class KvEvents:
         }
         self._places = [Place(), *dict.fromkeys(places.values())]
         bits = {tier: 1 << self._places.index(place) for tier, place in places.items()}
-        self._stores: list[list[tuple[int, TierIndex]]] = [
+        self._stores: list[list[tuple[int, TierPages]]] = [
             [
-                (bits[store.tier], tier.pages.index)
+                (bits[store.tier], tier.pages)
                 for store, tier in pages.tiers.items()
                 if store.group == at and store.tier in bits
             ]
@@ -234,7 +234,7 @@ class KvEvents:
         unnamed = dict.fromkeys(filterfalse(self._names.__contains__, keys))
         absent: Collection[PageKey] = self._index.missing(unnamed).keys() if unnamed else ()
         for _, pages in self._stores[group]:
-            absent = [*filterfalse(pages.lists, absent)]
+            absent = [*filterfalse(pages.index.lists, absent)]
         return unnamed.keys() - absent if len(absent) < len(unnamed) else set()
 
     def _name(self, turn: Turn, group: int, blocks: Sequence[int]) -> None:
@@ -321,10 +321,12 @@ class KvEvents:
         name = self._names[key]
         text, state = name.text, self._index.state(key)
         has = 0 if state in _NOWHERE else 1
+        coming = state is not PageState.MISSING
         for bit, pages in self._stores[text.group]:
-            if pages.lists(key):
+            if pages.index.lists(key):
                 has |= bit
-        if name.dropped or (not has and state is PageState.MISSING):
+            coming = coming or key in pages.demoting
+        if name.dropped or not (has or coming):
             has = 0
             del self._names[key]
         elif self._narrowed:

@@ -136,7 +136,7 @@ def blocks_of(event: Any) -> Iterator[Block]:
 
 
 class Expected:
-    """What a consumer should know, from the indices and from the requests that named pages.
+    """The expected knowledge of a consumer, from the indices and from requests that named pages.
 
     Args:
         groups: the engine's number of each page group.

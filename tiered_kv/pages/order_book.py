@@ -396,6 +396,8 @@ class OrderBook:
                 self.index.abort(key, slot)
         if isinstance(order, PromoteOrder) and not flight.abandoned:
             self.stores[order.store].promoting -= len(flight.keys)
+        if isinstance(order, DemoteOrder):
+            self.stores[order.store].report(flight.keys)
 
     def abandon_saves(self) -> list[SaveOrder]:
         """Forget the pages of every save in flight, so that their source blocks may be freed.
@@ -420,6 +422,7 @@ class OrderBook:
         self.index.clear()
         for tier in self.stores.values():
             tier.promoting = 0
+            tier.report(tier.demoting)
             tier.demoting.clear()
             tier.index.clear()
 
@@ -495,6 +498,7 @@ class OrderBook:
         if not done.abandoned:
             tier = self.stores[done.order.store]
             tier.demoting.difference_update(done.keys)
+            tier.report(done.keys if done.failed else ())
             tier.index.add(done.good)
 
     def _promoted(self, done: Settled[PromoteOrder], report: OrderReport) -> None:

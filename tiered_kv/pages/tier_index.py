@@ -210,3 +210,8 @@ class TierPages:
     bandwidth: float = ASSUMED_BANDWIDTH
     promoting: int = 0
     demoting: set[PageKey] = field(default_factory=set)
+
+    def report(self, keys: Collection[PageKey]) -> None:
+        """Report pages whose demotion has ended to the observer of the index."""
+        if keys and self.index.on_changed is not None:
+            self.index.on_changed(keys)
