@@ -389,15 +389,13 @@ class OrderBook:
             return
         for key, slot in zip(flight.keys, order.slots, strict=True):
             if isinstance(order, DemoteOrder):
-                self.stores[order.store].demoting.discard(key)
+                self.stores[order.store].end_demotion((key,))
                 self.index.release(key, slot, used=False)
             else:
                 self._promoting.pop(key, None)
                 self.index.abort(key, slot)
         if isinstance(order, PromoteOrder) and not flight.abandoned:
             self.stores[order.store].promoting -= len(flight.keys)
-        if isinstance(order, DemoteOrder):
-            self.stores[order.store].report(flight.keys)
 
     def abandon_saves(self) -> list[SaveOrder]:
         """Forget the pages of every save in flight, so that their source blocks may be freed.
@@ -422,8 +420,7 @@ class OrderBook:
         self.index.clear()
         for tier in self.stores.values():
             tier.promoting = 0
-            tier.report(tier.demoting)
-            tier.demoting.clear()
+            tier.end_demotion([*tier.demoting])
             tier.index.clear()
 
     # -- settling -----------------------------------------------------------------
@@ -497,8 +494,7 @@ class OrderBook:
         self.index.release_all(done.keys, done.order.slots, used=False)
         if not done.abandoned:
             tier = self.stores[done.order.store]
-            tier.demoting.difference_update(done.keys)
-            tier.report(done.keys if done.failed else ())
+            tier.end_demotion(done.keys)
             tier.index.add(done.good)
 
     def _promoted(self, done: Settled[PromoteOrder], report: OrderReport) -> None:

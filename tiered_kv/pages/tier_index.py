@@ -211,7 +211,8 @@ class TierPages:
     promoting: int = 0
     demoting: set[PageKey] = field(default_factory=set)
 
-    def report(self, keys: Collection[PageKey]) -> None:
-        """Report pages whose demotion has ended to the observer of the index."""
-        if keys and self.index.on_changed is not None:
+    def end_demotion(self, keys: Collection[PageKey]) -> None:
+        """Record that pages are no longer being demoted, whether or not the tier has them now."""
+        self.demoting.difference_update(keys)
+        if self.index.on_changed is not None:
             self.index.on_changed(keys)
