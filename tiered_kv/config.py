@@ -78,6 +78,8 @@ class TierConfig:
         admission: ``auto`` holds new jobs back while their working set does not fit; ``off`` does
             not. Always ``off`` with a policy other than the default.
         admission_max_wait_s: wait after which a request precedes every later request, seconds.
+        hide_restores: True to leave requests that wait for a restore out of vLLM's number of
+            waiting requests. Needs ``ContinuumScheduler``.
         trace: path of the current trace file; None disables the trace.
         events: consumer for which KV events of tiers outside VRAM are published, if vLLM publishes
             events.
@@ -102,6 +104,7 @@ class TierConfig:
     pin_fraction: float = 1.0
     admission: str = "auto"
     admission_max_wait_s: float = 300.0
+    hide_restores: bool = False
     trace: Path | None = None
     events: EventConsumer = EventConsumer.EXACT
     mode: Mode = Mode.MANAGE
@@ -182,6 +185,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         admission_max_wait_s=_number(
             given, "admission_max_wait_s", defaults.admission_max_wait_s, 0, 86_400, "seconds"
         ),
+        hide_restores=_flag(given, "hide_restores"),
         trace=_path(given, "trace"),
         events=EventConsumer(_either(given, "events", tuple(one.value for one in EventConsumer))),
         mode=Mode(_either(given, "mode", ("manage", "observe"))),

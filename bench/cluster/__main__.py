@@ -5,6 +5,7 @@
     python -m bench.cluster --valkey-cluster --json
     python -m bench.cluster --ranks --json
     python -m bench.cluster --folder --json
+    python -m bench.cluster --router --json
 
 Runs two real servers, each with its own core and CPU memory, and a Valkey server on loopback. A
 job's first turn goes to one server and its second turn to the other (``move``). Then jobs of four
@@ -13,7 +14,8 @@ turns run with each turn on a random server, and are compared with jobs that sta
 turns on a server that has no store (``faults``). ``--valkey-cluster`` sends second turns while a
 Valkey cluster of three masters loses one of them and moves slots (``failover``). ``--ranks`` uses
 one server with two data-parallel ranks instead of two servers, and selects the rank of each turn by
-vLLM's header. ``--folder`` uses a shared folder instead of the Valkey server.
+vLLM's header. ``--folder`` uses a shared folder instead of the Valkey server. ``--router`` puts
+vLLM's router in front of two servers (``router``).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Annotated, Any
 import typer
 
 from tiered_kv.bench.agents.client import Answer
-from tiered_kv.bench.cluster import failover, faults
+from tiered_kv.bench.cluster import failover, faults, router
 from tiered_kv.bench.cluster.replicas import Replica, Shape, ranks_of_one_server, replicas
 from tiered_kv.bench.output import (
     AsJson,
@@ -56,6 +58,7 @@ GAP_S = 2.0
 """Tool time, seconds. Pages reach the store two steps and a write after a turn ends. With steps of
 half a second, this takes at least a second."""
 CONCURRENT = 4
+ROUNDS = 3
 
 
 @contextmanager
@@ -255,7 +258,10 @@ def measure_failover(model: Path, tick: Tick) -> dict[str, Any]:
 
 def main(
     tokens: Tokens = 3000,
-    rounds: Annotated[int, typer.Option(min=0, help="Rounds per placement.")] = 3,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=0, help="Rounds per placement. Defaults to 3, with --router to 5."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random placement.")] = 0,
     trouble: Annotated[
         bool, typer.Option("--faults", help="Measure faults of the store instead of moved jobs.")
@@ -274,10 +280,21 @@ def main(
     folder: Annotated[
         bool, typer.Option("--folder", help="Use a shared folder instead of the Valkey server.")
     ] = False,
+    behind_router: Annotated[
+        bool, typer.Option("--router", help="Put vLLM's router in front of two servers.")
+    ] = False,
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure jobs that move between replicas."""
+    if behind_router:
+        with (
+            tempfile.TemporaryDirectory() as name,
+            served_benchmark("Behind vLLM's router", None, model, as_json=as_json) as run,
+        ):
+            size = router.Size(rounds=rounds or router.ROUNDS)
+            run.result = router.measure(run.model, size, seed, Path(name), run.tick)
+        return
     if folder and trouble:
         raise typer.BadParameter("--faults needs the Valkey server: leave out --folder")
     if valkey_cluster and (trouble or ranks or folder):
@@ -294,8 +311,9 @@ def main(
         elif trouble:
             run.result = measure_faults(run.model, fault, run.tick)
         else:
+            count = ROUNDS if rounds is None else rounds
             run.result = measure(
-                run.model, tokens, rounds, seed, ranks=ranks, shared=folder, tick=run.tick
+                run.model, tokens, count, seed, ranks=ranks, shared=folder, tick=run.tick
             )
 
 

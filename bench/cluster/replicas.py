@@ -102,15 +102,29 @@ def replicas(
         places: core index of each replica.
     """
     cores = sorted(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(len(stores)) as pool, ExitStack() as stack:
-        servers, traces = list[VllmServer](), list[Path]()
-        for at, (store, core) in enumerate(zip(stores, places, strict=True)):
-            traces.append(folder / f"trace-{at}.jsonl")
-            options = shape.options(str(cores[core % len(cores)]), traces[-1], store)
-            servers.append(VllmServer(options, folder / f"server-{at}.log"))
+    options = [
+        shape.options(str(cores[core % len(cores)]), folder / f"trace-{at}.jsonl", store)
+        for at, (store, core) in enumerate(zip(stores, places, strict=True))
+    ]
+    with started(options, folder) as running:
+        yield running
+
+
+@contextmanager
+def started(options: Sequence[ServerOptions], folder: Path) -> Iterator[list[Replica]]:
+    """Start servers concurrently, and stop them when the block ends. Each has a trace.
+
+    Args:
+        folder: folder of the logs.
+    """
+    with ThreadPoolExecutor(len(options)) as pool, ExitStack() as stack:
+        servers = list[VllmServer]()
+        for at, one in enumerate(options):
+            servers.append(VllmServer(one, folder / f"server-{at}.log"))
             stack.callback(servers[-1].stop)
         list(pool.map(VllmServer.start, servers))
         clients = [stack.enter_context(client_of(server)) for server in servers]
+        traces = [Path(one.env["TIERED_KV_TRACE"]) for one in options]
         yield list(map(Replica, servers, clients, traces))
 
 

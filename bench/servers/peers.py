@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,6 +178,22 @@ class WithCacheServer:
             yield Deployed(server, server.url, (cache,))
 
 
+def router_of(urls: Sequence[str], log: Path, *words: str) -> Peer:
+    """Return the router in front of running servers, not started yet.
+
+    Args:
+        urls: addresses of the servers.
+        log: path of the router's log.
+        words: further command line arguments.
+
+    Raises:
+        ServerError: the router is not installed.
+    """
+    command = [program(ROUTER, ROUTER), "--host", "127.0.0.1", "--port", "{port}"]
+    command += ["--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1"]
+    return Peer(log, [*command, "--worker-urls", *urls, *words])
+
+
 def program_scheduling(
     costs: ServerCosts, capacity_tokens: int, *, most_waiting: int
 ) -> dict[str, Any]:
@@ -233,11 +249,8 @@ class BehindRouter:
             setting.costs, self.capacity_tokens, most_waiting=self.most_waiting
         )
         with setting.start(options) as server:
-            command = [program(ROUTER, ROUTER), "--host", "127.0.0.1", "--port", "{port}"]
-            command += ["--prometheus-port", str(free_port()), "--worker-urls", server.url]
-            command += ["--worker-startup-check-interval", "1"]
-            command += ["--policy", "consistent_hash", "--disable-retries"]
-            command += ["--enable-program-scheduling"]
-            command += ["--program-scheduling-config-json", json.dumps(told)]
-            with Peer(setting.log.with_suffix(".router.log"), command) as router:
+            words = ["--policy", "consistent_hash", "--disable-retries"]
+            words += ["--enable-program-scheduling"]
+            words += ["--program-scheduling-config-json", json.dumps(told)]
+            with router_of([server.url], setting.log.with_suffix(".router.log"), *words) as router:
                 yield Deployed(server, router.url, (router,))

@@ -458,6 +458,11 @@ class LiveTurns:
     def __len__(self) -> int:
         return len(self.by_id)
 
+    def waiting_for_pages(self) -> int:
+        """Number of requests that wait for a restore, a promotion or a store's reply."""
+        turns = self.by_id.values()
+        return sum(turn.loading or bool(turn.tiers.awaits) for turn in turns)
+
     def add(self, turn: Turn) -> None:
         """Register a turn."""
         self.by_id[turn.request_id] = turn

@@ -3,12 +3,13 @@
     vllm serve MODEL --kv-transfer-config … \\
         --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler
 
-The scheduler differs from vLLM's in three ways. Requests that the connector holds back are parked
+The scheduler differs from vLLM's in a few ways. Requests that the connector holds back are parked
 outside the waiting queue. Requests in the queue are ordered by the start of their jobs, with jobs
 that have pinned KV first; if more requests wait than vLLM may run, they are ordered nearly by
 arrival. A client gets an equal share while other clients wait, and a request that has waited for
 the admission limit precedes every later request. Preemption chooses the request that loses the
-least work. Without tiered-kv's connector nothing is changed; with ``--scheduling-policy priority``
+least work. With ``TIERED_KV_HIDE_RESTORES=1`` vLLM does not count requests that wait for a restore.
+Without tiered-kv's connector nothing is changed; with ``--scheduling-policy priority``
 (the operator's own order), requests are only parked. Diffusion models, for which vLLM has a
 separate scheduler, are refused (``UnsupportedError``).
 """
@@ -70,6 +71,7 @@ class _InJobOrder:
         if half is not None and half.deps.config.observes:
             half = None  # observe mode observes vLLM's own order
         self._half: SchedulerHalf | None = half
+        self._hides_restores = half is not None and half.deps.config.hide_restores
         if half is not None:
             half.take_over_queue(in_job_order=self.policy is SchedulingPolicy.FCFS)
 
@@ -118,6 +120,14 @@ class _InJobOrder:
         if not unfinished and self._pause_state == PauseState.UNPAUSED:
             return len(self.parked)  # vLLM 0.30 counts only its queues, and would sleep
         return unfinished
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None and self._half is not None and self._hides_restores:
+            # vLLM defers these requests, and its metric for all waiting requests includes them.
+            hidden = min(self._half.turns.waiting_for_pages(), stats.num_skipped_waiting_reqs)
+            stats.num_skipped_waiting_reqs -= hidden
+        return stats
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._half is not None:

@@ -33,6 +33,7 @@ OTHERS = {
     "events": "off",
     "mode": "observe",
     "trace_steps": "1",
+    "hide_restores": "1",
     "harmless_calls": "look,listen",
 }
 """A value of each setting that differs from its default. Settings that are not listed get a

@@ -11,8 +11,12 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.vllm.requests import vllm_request
 from tiered_kv.errors import ConfigError
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.trace.trace_reader import TraceReader
+from tiered_kv.transfer.base import Direction
 
 BAD_HINTS: list[Any] = [
     {"job_id": 12.5},
@@ -182,6 +186,40 @@ def test_a_trace_that_cannot_be_written_stops_the_startup(
 def test_cpu_memory_for_less_than_a_page_stops_the_startup(make_rig: MakeRig) -> None:
     with pytest.raises(ConfigError, match="TIERED_KV_CPU_GIB=1e-09 is too small for a single page"):
         make_rig(extra={"cpu_gib": 1e-9})
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_request_that_waits_for_a_restore_can_be_left_out_of_vllms_waiting_requests(
+    make_rig: MakeRig, hidden: bool
+) -> None:
+    rig = make_rig(
+        in_job_order=True, extra={"cpu_gib": 0.001, "hide_restores": hidden}, max_num_seqs=2
+    )
+    rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
+    copies = rig.inject(FaultyTransfer)
+    returning = text(300, seed=1)
+    rig.ask("earlier", returning)
+    rig.fill()
+
+    rig.add("running", text(20, seed=2), max_tokens=40)
+    copies.hold(Direction.LOAD)
+    rig.add("returning", returning)
+    while not copies.held:
+        rig.step()
+    rig.step()
+    waiting = rig.last_stats.num_waiting_reqs + rig.last_stats.num_skipped_waiting_reqs
+    assert waiting == (0 if hidden else 1)
+
+    for number in (3, 4):  # as many as may run
+        rig.add(f"queued-{number}", text(20, seed=number), max_tokens=40)
+    rig.step()
+    waiting = rig.last_stats.num_waiting_reqs + rig.last_stats.num_skipped_waiting_reqs
+    assert waiting == (1 if hidden else 2), "a request that lacks a seat counts"
+
+    copies.let_go()
+    rig.run()
+    assert rig.outputs["returning"] == expected(returning, 4)
+    rig.check_clean()
 
 
 def test_counters_reach_vllms_stats(make_rig: MakeRig) -> None:

@@ -1,0 +1,428 @@
+"""vLLM's router in front of replicas: where jobs go, how long they take, and a replica that dies.
+
+Three pairs of servers run: one publishes the connector's KV events next to vLLM's, one publishes
+only vLLM's, and one has a shared store. Each server has one core. The router is
+``scripts/install-peers``'s. Its ``kv_aware`` policy gets no job id, so that only events can tell
+it where a context is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tiered_kv.bench.agents.client import Answer, Ask, Hints, ask_over
+from tiered_kv.bench.agents.jobs import FIRST_WORD, Job, Load, arrivals, make_jobs
+from tiered_kv.bench.agents.paired import PairedRatio, drawn_order
+from tiered_kv.bench.agents.player import drive
+from tiered_kv.bench.agents.results import JobDone
+from tiered_kv.bench.output import Tick
+from tiered_kv.bench.restore import BLOCK, SETTLE_S, TIMEOUT_S, ask, context_gib, texts
+from tiered_kv.bench.servers.peers import router_of
+from tiered_kv.bench.servers.service import free_port
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, MODEL_NAME, ServerOptions
+from tiered_kv.testing.valkey import ValkeyServer
+
+from .replicas import STEPS, Replica, started
+
+ROUNDS = 5
+VOCABULARY = 40_000
+HERE = 0.9
+"""Fraction of a context that a server must have found in CPU memory for a turn to count as
+returned to the context's holder."""
+KILLED_ADDED, KILLED_ANSWER = 40, 16
+"""Tokens that a killed job's second turn adds, and length of its answer."""
+POLL_S = 0.2
+ANSWERED = re.compile(r"^vllm:request_success_total\{.*\} (\S+)$", re.M)
+RENDERED, RENDERS = 3_000, 15
+"""Length of the prompt whose rendering is timed, in tokens, and number of calls."""
+OURS, VLLMS, NONE = "kv_aware", "kv_aware_vllm_events", "kv_aware_no_events"
+RANDOM, STICKY = "random", "sticky"
+EVENTS, NO_EVENTS = {"TIERED_KV_EVENTS": "vllm-router"}, {"TIERED_KV_EVENTS": "off"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Size of a run. Lengths in tokens.
+
+    Attributes:
+        returning: number of jobs that return once. context: mean length of their first prompt.
+        rounds: number of paired rounds. load: the jobs of a round, and jobs_per_s their arrival
+            rate.
+        vram: length of each server's KV pool.
+        killed: number of jobs of the server that is killed.
+    """
+
+    returning: int = 40
+    context: int = 600
+    rounds: int = ROUNDS
+    load: Load = Load(
+        jobs=10,
+        turns=5,
+        system=64,
+        task=900,
+        result=200,
+        answer=12,
+        gap_s=2.0,
+        gap_spread=0.6,
+        gap_limit_s=10.0,
+        apart_s=1.0,
+    )
+    vram: int = 4_096
+    killed: int = 4
+
+    @property
+    def held(self) -> int:
+        """Tokens that the CPU memory of a server must hold."""
+        load = self.load
+        turns = load.system + load.task + (load.turns - 1) * load.result + load.turns * load.answer
+        return max(3 * self.returning * self.context // 2, 2 * load.jobs * turns) + 2 * self.vram
+
+
+# -- servers and routers ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two servers.
+
+    Attributes:
+        events: port of each server's events.
+    """
+
+    replicas: Sequence[Replica]
+    events: Sequence[int]
+
+    @contextmanager
+    def routed(self, policy: str, log: Path) -> Iterator[str]:
+        """Run the router in front of the servers. Yields its address.
+
+        Args:
+            policy: the router's policy, or one of ``OURS``, ``VLLMS`` and ``NONE``.
+        """
+        urls = [one.server.url for one in self.replicas]
+        words = ["--policy", POLICIES.get(policy, policy)]
+        if POLICIES.get(policy) == "kv_aware":
+            words += ["--kv-event-model", MODEL_NAME, "--kv-event-block-size", str(BLOCK)]
+            # Without a source the router does not start, so it gets ports that nobody serves.
+            ports = [free_port() for _ in urls] if policy == NONE else self.events
+            for url, port in zip(urls, ports, strict=True):
+                words += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{port}"]
+        with router_of(urls, log / f"{policy}.router.log", *words) as router:
+            yield router.url
+
+
+POLICIES: Mapping[str, str] = {
+    OURS: "kv_aware",
+    VLLMS: "kv_aware",
+    NONE: "kv_aware",
+    STICKY: "consistent_hash",
+}
+"""The router's policy in each arm whose name is another."""
+
+
+@contextmanager
+def pair(model: Path, size: Size, folder: Path, env: Mapping[str, str]) -> Iterator[Pair]:
+    """Start two servers with one core each, whose events are on."""
+    cores, made, events = sorted(os.sched_getaffinity(0)), list[ServerOptions](), list[int]()
+    folder.mkdir()
+    for at in range(2):
+        events.append(free_port())
+        # vLLM binds the addresses with an asterisk, and ZeroMQ reads a port up to its last digit.
+        endpoint = f"tcp://127.0.0.1:{events[-1]}*"
+        published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+        options = ServerOptions(
+            model=model,
+            block_size=BLOCK,
+            kv_blocks=size.vram // BLOCK,
+            max_model_len=size.vram - 2 * BLOCK,
+            kv_transfer_config=CONNECTOR,
+            env={
+                "VLLM_CPU_OMP_THREADS_BIND": str(cores[at % len(cores)]),
+                "TIERED_KV_CPU_GIB": f"{context_gib(model, size.held):.4f}",
+                "TIERED_KV_TRACE": str(folder / f"trace-{at}.jsonl"),
+                **env,
+            },
+            extra_args=(*STEPS, "--kv-events-config", json.dumps({**published, "topic": ""})),
+        )
+        made.append(options)
+    with started(made, folder) as replicas:
+        yield Pair(replicas, events)
+
+
+def settle(replica: Replica) -> None:
+    """Wait until no copy is in flight.
+
+    Raises:
+        TimeoutError: copies do not finish.
+    """
+    until = time.monotonic() + SETTLE_S
+    for tick in count():
+        ask(replica.client, [400 + tick % 1_000], "tick")  # an idle engine receives no reports
+        status = replica.client.get("/tiered_kv/status").raise_for_status().json()
+        if not status["queues"]["orders_in_flight"]:
+            return
+        if time.monotonic() > until:
+            raise TimeoutError(f"copies did not finish within {SETTLE_S:g} s")
+        time.sleep(POLL_S)
+
+
+def fill_vram(replica: Replica, size: Size, chance: random.Random) -> None:
+    """Replace all KV in VRAM."""
+    prompt = [chance.randrange(FIRST_WORD, VOCABULARY) for _ in range(size.vram - 3 * BLOCK)]
+    ask(replica.client, prompt, "filler")
+    settle(replica)
+
+
+# -- who gets a returning turn ---------------------------------------------------------
+
+
+def returning(pair: Pair, url: str, size: Size, seed: int, tick: Tick) -> float:
+    """Send each job's first turn to one of the servers, fill VRAM, and send the second turns to the
+    router. Returns the fraction of second turns whose context was found in CPU memory.
+
+    Half of the jobs, drawn at random, begin on each server.
+
+    Args:
+        url: address of the router.
+    """
+    chance = random.Random(seed)
+    load = replace(size.load, jobs=size.returning, turns=2, system=0, task=size.context, answer=1)
+    jobs = make_jobs(load, seed, VOCABULARY)
+    holders = [pair.replicas[at % 2] for at in range(len(jobs))]
+    chance.shuffle(holders)
+    contexts = list[list[int]]()
+    for job, holder in zip(jobs, holders, strict=True):
+        first = job.turns[0].added
+        contexts.append([*first, *unnamed(holder.client, first).tokens])
+    tick("first turns")
+    for replica in pair.replicas:
+        fill_vram(replica, size, chance)
+    returned = 0
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+        for job, context in zip(jobs, contexts, strict=True):
+            answer = unnamed(client, [*context, *job.turns[1].added])
+            returned += answer.sources["cpu_tokens"] >= HERE * (len(context) - BLOCK)
+    tick("second turns")
+    return returned / len(jobs)
+
+
+def unnamed(client: httpx.Client, prompt: Sequence[int]) -> Answer:
+    """Send a turn that names no job."""
+    return ask_over(client, MODEL_NAME, Ask(prompt=prompt, max_tokens=1))
+
+
+def rendering(replica: Replica) -> dict[str, Any]:
+    """Time the route that the router calls on every server for each request of ``kv_aware``.
+
+    Returns:
+        ``tokens``: length of the prompt. ``ms``: median time of a call.
+    """
+    (tokens,) = texts(replica.client, 1, RENDERED)
+    asked = {"model": MODEL_NAME, "tokens": tokens}
+    text = replica.client.post("/detokenize", json=asked).raise_for_status().json()["prompt"]
+    body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    times = list[float]()
+    for _ in range(RENDERS):
+        began = time.perf_counter()
+        replica.client.post("/v1/chat/completions/render", json=body).raise_for_status()
+        times.append(time.perf_counter() - began)
+    return {"tokens": RENDERED, "ms": 1e3 * statistics.median(times)}
+
+
+# -- mean job time ---------------------------------------------------------------------
+
+
+def job_times(
+    arms: tuple[str, str], urls: Mapping[str, str], size: Size, seed: int, tick: Tick
+) -> dict[str, Any]:
+    """Play the same jobs through the routers of two arms, in rounds.
+
+    Args:
+        urls: address of each arm's router.
+
+    Returns:
+        ``paired_ratio``, ``paired_interval``: mean job time of the first arm over that of the
+            second. ``seconds``: mean job time of each arm. ``cached_share``: fraction of the
+            earlier context that later turns found cached. ``rounds``: the mean times of each round.
+
+    Raises:
+        RuntimeError: a job failed.
+    """
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    cached: dict[str, list[float]] = {arm: [] for arm in arms}
+    for number in range(size.rounds):
+        jobs = make_jobs(size.load, seed + number, VOCABULARY)
+        starts = arrivals(len(jobs), 1 / size.load.apart_s, seed + number)
+        for arm in drawn_order(arms, seed, number):
+            done = play(urls[arm], jobs, starts, arm, number)
+            times[arm].append(statistics.fmean(one.completion_s for one in done))
+            cached[arm].append(found_share(done))
+            tick(f"{arm}, round {number + 1} of {size.rounds}")
+    first, second = (times[arm] for arm in arms)
+    ratio = PairedRatio.of(first, second)
+    return {
+        "paired_ratio": ratio.value,
+        "paired_interval": [ratio.low, ratio.high],
+        "seconds": {arm: statistics.fmean(found) for arm, found in times.items()},
+        "cached_share": {arm: statistics.fmean(found) for arm, found in cached.items()},
+        "rounds": times,
+    }
+
+
+def play(
+    url: str, jobs: Sequence[Job], starts: Sequence[float], arm: str, number: int
+) -> tuple[JobDone, ...]:
+    """Play jobs through a router. Jobs have names only where the router keeps a job on its server,
+    and in the arm that is compared with it.
+
+    Args:
+        number: number of the round.
+
+    Raises:
+        RuntimeError: a job failed.
+    """
+    named = arm in (RANDOM, STICKY)
+    salt = arm if named else ""  # the arms' servers are the same
+    own = [replace(job, salt=salt, name=f"{arm}-{number}-{job.name}") for job in jobs]
+    playing = drive(
+        url,
+        MODEL_NAME,
+        own,
+        starts,
+        hints=Hints.NONE,
+        force=False,
+        logprobs=False,
+        session_header=named,
+    )
+    done = asyncio.run(playing)
+    if errors := [one.error for one in done if one.error]:
+        raise RuntimeError(f"a job of {arm} failed: {errors[0]}")
+    return done
+
+
+def found_share(done: Sequence[JobDone]) -> float:
+    """Return the fraction of the earlier context that later turns found cached."""
+    turns = [(one, two) for job in done for one, two in zip(job.turns, job.turns[1:], strict=False)]
+    return sum(two.cached_tokens for _, two in turns) / sum(one.prompt_tokens for one, _ in turns)
+
+
+# -- a server that dies ----------------------------------------------------------------
+
+
+def killed(pair: Pair, url: str, size: Size, tick: Tick) -> dict[str, Any]:
+    """Kill the server of some jobs between two turns.
+
+    Args:
+        url: address of a router that keeps a job on its server.
+
+    Returns:
+        ``jobs``: jobs of the killed server. ``answered``: jobs whose second turn was answered.
+        ``remote_share``: fraction of their contexts that came from the shared store.
+        ``compared``, ``equal``: jobs whose whole context came from there, and True if their answers
+            are those of the same jobs when no server was killed.
+    """
+    whole = size.context // BLOCK * BLOCK
+    prompts = texts(pair.replicas[0].client, 4 * size.killed, whole + KILLED_ADDED)
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+
+        def turn(at: int, salt: str, length: int, tokens: int) -> Answer:
+            name = f"{salt} {at}"
+            asked = Ask(
+                prompt=prompts[at][:length],
+                max_tokens=tokens,
+                session=name,
+                salt=salt,
+                extra=Hints.KV_PARAMS.body(name, False),
+            )
+            return ask_over(client, MODEL_NAME, asked)
+
+        unharmed = list[Answer]()
+        for at in range(len(prompts)):
+            turn(at, "unharmed", whole, 1)
+            unharmed.append(turn(at, "unharmed", whole + KILLED_ADDED, KILLED_ANSWER))
+        tick("jobs of unharmed servers")
+        homes = list[int]()
+        for at in range(len(prompts)):
+            before = answered(pair)
+            turn(at, "harmed", whole, 1)
+            while (after := answered(pair)) == before:
+                time.sleep(POLL_S)  # the server counts an answer after it was sent
+            homes.append(after[1] > before[1])
+        victim = max((0, 1), key=homes.count)
+        replica = pair.replicas[victim]
+        replica.shared_pages()
+        assert replica.server.pid is not None
+        os.killpg(replica.server.pid, signal.SIGKILL)
+        moved = {
+            at: turn(at, "harmed", whole + KILLED_ADDED, KILLED_ANSWER)
+            for at, home in enumerate(homes)
+            if home == victim
+        }
+        tick("jobs of the killed server")
+    found = {at: one.sources.get("remote_tokens", 0) for at, one in moved.items()}
+    complete = [at for at, tokens in found.items() if tokens == whole]
+    return {
+        "jobs": len(moved),
+        "remote_share": sum(found.values()) / (whole * len(moved)),
+        "compared": len(complete),
+        "equal": bool(complete) and all(moved[at].tokens == unharmed[at].tokens for at in complete),
+    }
+
+
+def answered(pair: Pair) -> list[float]:
+    """Number of requests that each server has answered."""
+    pages = [one.client.get("/metrics").raise_for_status().text for one in pair.replicas]
+    return [sum(map(float, ANSWERED.findall(page))) for page in pages]
+
+
+# -- the measurement -------------------------------------------------------------------
+
+
+def measure(model: Path, size: Size, seed: int, folder: Path, tick: Tick) -> dict[str, Any]:
+    """Run everything. Returns ``returned_to_holder``, ``mean_job_time``, ``render`` and ``killed``;
+    see the functions of this module.
+    """
+    with ExitStack() as stack:
+        tick("servers with the connector's events, and with vLLM's")
+        ours = stack.enter_context(pair(model, size, folder / OURS, EVENTS))
+        vllms = stack.enter_context(pair(model, size, folder / VLLMS, NO_EVENTS))
+        arms = {OURS: ours, VLLMS: vllms, NONE: ours}
+        urls = {arm: stack.enter_context(one.routed(arm, folder)) for arm, one in arms.items()}
+        returned = {
+            arm: returning(one, urls[arm], size, seed + at, tick)
+            for at, (arm, one) in enumerate(arms.items())
+        }
+        by_events = job_times((OURS, VLLMS), urls, size, seed, tick)
+        rendered = rendering(ours.replicas[0])
+    with ExitStack() as stack:
+        tick("servers with a shared store")
+        store = stack.enter_context(ValkeyServer(folder))
+        env = {**NO_EVENTS, "TIERED_KV_REMOTE": store.url}
+        shared = stack.enter_context(pair(model, size, folder / "shared", env))
+        urls = {arm: stack.enter_context(shared.routed(arm, folder)) for arm in (RANDOM, STICKY)}
+        by_place = job_times((RANDOM, STICKY), urls, size, seed, tick)
+        died = killed(shared, urls[STICKY], size, tick)
+    return {
+        "returned_to_holder": returned,
+        "mean_job_time": {
+            "kv_aware_over_vllm_events": by_events,
+            "random_shared_over_sticky": by_place,
+        },
+        "render": rendered,
+        "killed": died,
+    }
