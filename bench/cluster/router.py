@@ -54,6 +54,20 @@ OURS, VLLMS, NONE = "kv_aware", "kv_aware_vllm_events", "kv_aware_no_events"
 RANDOM, STICKY = "random", "sticky"
 EVENTS, NO_EVENTS = {"TIERED_KV_EVENTS": "vllm-router"}, {"TIERED_KV_EVENTS": "off"}
 
+LOAD = Load(
+    jobs=10,
+    turns=5,
+    system=64,
+    task=900,
+    result=200,
+    answer=12,
+    gap_s=2.0,
+    gap_spread=0.6,
+    gap_limit_s=10.0,
+    apart_s=1.0,
+)
+"""Jobs of a round."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
@@ -61,8 +75,7 @@ class Size:
 
     Attributes:
         returning: number of jobs that return once. context: mean length of their first prompt.
-        rounds: number of paired rounds. load: the jobs of a round, and jobs_per_s their arrival
-            rate.
+        rounds: number of paired rounds. load: jobs of a round.
         vram: length of each server's KV pool.
         killed: number of jobs of the server that is killed.
     """
@@ -70,18 +83,7 @@ class Size:
     returning: int = 40
     context: int = 600
     rounds: int = ROUNDS
-    load: Load = Load(
-        jobs=10,
-        turns=5,
-        system=64,
-        task=900,
-        result=200,
-        answer=12,
-        gap_s=2.0,
-        gap_spread=0.6,
-        gap_limit_s=10.0,
-        apart_s=1.0,
-    )
+    load: Load = LOAD
     vram: int = 4_096
     killed: int = 4
 
