@@ -229,7 +229,7 @@ def unnamed(client: httpx.Client, prompt: Sequence[int]) -> Answer:
 
 
 def rendering(replica: Replica) -> dict[str, Any]:
-    """Time the route that the router calls on every server for each request of ``kv_aware``.
+    """Time the route that the router calls on every server for each chat under ``kv_aware``.
 
     Returns:
         ``tokens``: length of the prompt. ``ms``: median time of a call.
