@@ -287,6 +287,8 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Measure jobs that move between replicas."""
+    if behind_router and (trouble or fault or ranks or folder or valkey_cluster):
+        raise typer.BadParameter("--router excludes the options that select another measurement")
     if behind_router:
         with (
             tempfile.TemporaryDirectory() as name,
