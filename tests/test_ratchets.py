@@ -24,9 +24,15 @@ from tiered_kv.testing.engine.rig import RigOptions, SecondRig
 CONSTRUCTOR_PARAMETERS = 8
 ORDER_TESTS = 10
 SMALL_WITH_ONE_IMPORTER = 4
-WHOLE_TURN, END_OF_TURN, TURN_FROM_SSD = 67, 41, 75
+WHOLE_TURN, END_OF_TURN, TURN_FROM_SSD = 67, 41, 73
 """Number of product files whose functions run during a turn with every tier and a trace, during the
 end of a turn, and during a turn whose context is read from SSD."""
+AT_INTERVALS = {
+    "connectors/runtime/policy_state.py",
+    "connectors/runtime/step_timer.py",
+    "tiered_kv/storage/store/folders.py",
+}
+"""Files that run once in a while, whether or not that happens during the turn from SSD."""
 
 
 def product() -> list[Module]:
@@ -158,5 +164,6 @@ def test_a_turn_from_ssd_runs_through_no_more_files(recorder: Recorder, tmp_path
             rig.ask(f"r{i}", text(500, seed=1000 + i))
             rig.wait_for_worker()
         found = recorder.record(lambda: (rig.ask("again", prompt), rig.wait_for_worker()))[1]
+        found -= AT_INTERVALS
         assert rig.count("prompt_tokens_ssd") > 200
     assert len(found) <= TURN_FROM_SSD, sorted(found)
