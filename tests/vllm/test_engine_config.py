@@ -85,6 +85,7 @@ def config(**changes: Any) -> SimpleNamespace:
         ),
         kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute"),
         speculative_config=None,
+        kv_events_config=None,
         scheduler_config=SimpleNamespace(
             async_scheduling=False,
             scheduler_cls=None,
