@@ -74,8 +74,10 @@ class Size:
     """Size of a run. Lengths in tokens.
 
     Attributes:
-        returning: number of jobs that return once. context: mean length of their first prompt.
-        rounds: number of paired rounds. load: jobs of a round.
+        returning: number of jobs that return once.
+        context: mean length of their first prompt.
+        rounds: number of paired rounds.
+        load: jobs of a round.
         vram: length of each server's KV pool.
         killed: number of jobs of the server that is killed.
     """
@@ -333,7 +335,7 @@ def killed(pair: Pair, url: str, size: Size, tick: Tick) -> dict[str, Any]:
         url: address of a router that keeps a job on its server.
 
     Returns:
-        ``jobs``: jobs of the killed server. ``answered``: jobs whose second turn was answered.
+        ``jobs``: number of jobs of the killed server, each answered by the other.
         ``remote_share``: fraction of their contexts that came from the shared store.
         ``compared``, ``equal``: jobs whose whole context came from there, and True if their answers
             are those of the same jobs when no server was killed.

@@ -28,8 +28,8 @@ from tiered_kv.bench.agents.forcing import server_env
 from tiered_kv.bench.identities.recorded import Client, clients
 from tiered_kv.bench.identities.replay import PATHS, SHARED, Player, Recognised, judge
 from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
-from tiered_kv.bench.servers.peers import ROUTER, Peer, program
-from tiered_kv.bench.servers.service import ServerError, free_port
+from tiered_kv.bench.servers.peers import ROUTER, program, router_of
+from tiered_kv.bench.servers.service import ServerError
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer
 from tiered_kv.connectors.vllm.middleware import carry
 from tiered_kv.policies.jobs.hints import read_hints
@@ -65,11 +65,8 @@ def served(model: Path, folder: Path, *, routed: bool) -> Iterator[str]:
             yield server.url
             server.quit(STOP_S)
             return
-        command = [program(ROUTER, ROUTER), "--host", "127.0.0.1", "--port", "{port}"]
-        command += ["--prometheus-port", str(free_port()), "--worker-urls", server.url]
-        command += ["--worker-startup-check-interval", "1"]
-        command += ["--policy", "consistent_hash", "--disable-retries"]
-        with Peer(folder / "router.log", command) as router:
+        words = ("--policy", "consistent_hash", "--disable-retries")
+        with router_of([server.url], folder / "router.log", *words) as router:
             yield router.url
         server.quit(STOP_S)
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from itertools import combinations, pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tiered_kv.remote.address import RemoteAddress, Server, parse_address
@@ -167,12 +166,7 @@ class ValkeyServer:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 
@@ -282,7 +276,8 @@ class ValkeyCluster:
         return all(node.ask(b"DBSIZE") == self.partner(node).ask(b"DBSIZE") for node in masters)
 
     def begin_move(self, slot: int, target: ValkeyServer) -> ValkeyServer:
-        """Begin to move a slot. Returns its owner, which redirects new keys with ``ASK``."""
+        """Start moving a slot. Returns its current owner, which redirects commands for keys that it
+        does not have with ``ASK`` from then on."""
         source = self.owner(slot)
         target.ask(b"CLUSTER", b"SETSLOT", b"%d" % slot, b"IMPORTING", _id(source))
         source.ask(b"CLUSTER", b"SETSLOT", b"%d" % slot, b"MIGRATING", _id(target))
@@ -324,12 +319,7 @@ class ValkeyCluster:
         for node in self.nodes:
             node.kill()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 
