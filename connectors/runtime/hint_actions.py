@@ -24,6 +24,7 @@ from tiered_kv.metrics import hint_event
 from tiered_kv.policies.base import JobKey, Tier, ToolUse, job_scope
 from tiered_kv.policies.jobs.kv_hints import HintResult, Intent, KvHint, Outcome, Target
 from tiered_kv.policies.pins.release_order import PinState, PinValue, pin_value
+from tiered_kv.remote.address import RUN_PAGES
 from tiered_kv.trace.turn_record import PinEnd
 
 from .base import Block
@@ -594,13 +595,16 @@ class HintActions:
         book, index, covered = self._pages.book, self._index, 0
         if not index.num_slots:
             raise _Refused(Outcome.REJECTED, "This engine keeps no KV in CPU memory.")
-        why, short = "", False
+        why, short, stop = "", False, 0
         for part in self._portions(found.pages):
             if not part:
                 yield True
                 continue
+            start, stop = stop, stop + len(part)
             lacking = [key for key in part if not self._in_cpu(key)]
-            yield from self._looked_up(lacking, found.pages)
+            # Each group's runs are counted from its own first page.
+            begin = start - start % RUN_PAGES if len(self._facts.groups) == 1 else 0
+            yield from self._looked_up(lacking, found.pages[begin:stop])
             reach = self._pages.tiers.by_tier(lacking)
             known = {key for keys in reach.values() for key in keys}
             # Blocks in VRAM may be reused before the job returns, so their pages are promoted too.

@@ -17,7 +17,7 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse, islice, repeat
+from itertools import filterfalse, groupby, islice, repeat
 from typing import NamedTuple, TypeAlias
 
 from tiered_kv.config import EventConsumer
@@ -93,9 +93,13 @@ class BlocksRemoved:
 KvEvent: TypeAlias = BlocksStored | BlocksRemoved
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Text:
-    """Consecutive blocks of a context, with what identifies them."""
+    """Consecutive blocks of a context, with what identifies them.
+
+    Attributes:
+        reported: for each block, the tiers that consumers believe to have it, one bit each.
+    """
 
     group: int
     keys: Sequence[PageKey]
@@ -104,24 +108,11 @@ class _Text:
     block_size: int
     adapter: object | None
     extra_keys: Sequence[object] | None
+    reported: bytearray
 
-
-class _Name:
-    """The name of a page.
-
-    Attributes:
-        text, at: the page is block ``at`` of this text.
-        reported: tiers that consumers believe to have the page, one bit each.
-        dropped: True if the page is to be reported as removed, and its name forgotten.
-    """
-
-    __slots__ = ("at", "dropped", "reported", "text")
-
-    def __init__(self, text: _Text, at: int) -> None:
-        self.text = text
-        self.at = at
-        self.reported = 0
-        self.dropped = False
+    def hashes(self, first: int, stop: int) -> list[bytes]:
+        """Return the engine's hashes of some of the blocks."""
+        return [key[DIGEST_BYTES:] for key in self.keys[first:stop]]
 
 
 @dataclass(slots=True)
@@ -152,8 +143,9 @@ class KvEvents:
         self._pages = pages
         self._index = pages.index
         self._narrowed = consumer is EventConsumer.VLLM_ROUTER
-        self._names: dict[PageKey, _Name] = {}
+        self._names: dict[PageKey, _Text] = {}
         self._changed: dict[PageKey, None] = {}  # a subset of the names
+        self._dropped = set[PageKey]()  # to be reported as removed, and their names forgotten
         self._searches = deque[_Search](maxlen=MOST_SEARCHES)
         self._error: Exception | None = None
         shared = {store.tier: tier.spec.shared for store, tier in pages.tiers.items()}
@@ -245,7 +237,7 @@ class KvEvents:
         fresh = [block for block in blocks if keys[block] not in names]
         for first, stop in _runs(fresh):
             text = self._text(turn, group, first, stop)
-            names.update(zip(text.keys, map(_Name, repeat(text), range(stop - first)), strict=True))
+            names.update(dict.fromkeys(text.keys, text))
             self._changed.update(dict.fromkeys(text.keys))
         if (over := len(names) - MOST_NAMED) > 0:
             self._drop([*islice(names, over)])
@@ -261,12 +253,12 @@ class KvEvents:
             size,
             request.adapter,
             request.extra_keys(first * size, size, stop - first),
+            bytearray(stop - first),
         )
 
     def _drop(self, oldest: Sequence[PageKey]) -> None:
-        keys = [key for key in oldest if not self._names[key].dropped]
-        for key in keys:
-            self._names[key].dropped = True
+        keys = [*filterfalse(self._dropped.__contains__, oldest)]
+        self._dropped.update(keys)
         self._changed.update(dict.fromkeys(keys))
         self._counters.add("kv_event_pages_dropped", len(keys))
 
@@ -279,8 +271,8 @@ class KvEvents:
     def on_cleared(self) -> None:
         """Report all pages once more, because the engine has told consumers to forget everything
         that it has reported, in every tier."""
-        for name in self._names.values():
-            name.reported = 0
+        for text in set(self._names.values()):
+            text.reported[:] = bytes(len(text.keys))
         self._changed.update(dict.fromkeys(self._names))
 
     def stop(self) -> None:
@@ -291,6 +283,7 @@ class KvEvents:
         self._pages.dispatch.awaits_demotions = False
         self._names.clear()
         self._changed.clear()
+        self._dropped.clear()
         self._searches.clear()
 
     def take(self) -> Sequence[KvEvent]:
@@ -310,73 +303,100 @@ class KvEvents:
             self._changed.clear()
         else:
             deque(map(self._changed.pop, keys), maxlen=0)
-        events: list[list[KvEvent]] = [[] for _ in self._places]
-        for key in keys:
-            self._compare(key, events)
-        found = [event for of_place in events for event in of_place]
+        found = self._compare(keys)
         self._counters.add("kv_events", len(found))
         return found
 
-    def _compare(self, key: PageKey, events: list[list[KvEvent]]) -> None:
-        name = self._names[key]
-        text, state = name.text, self._index.state(key)
-        has = 0 if state in _NOWHERE else 1
-        coming = state is not PageState.MISSING
-        for bit, pages in self._stores[text.group]:
-            if pages.index.lists(key):
-                has |= bit
-            coming = coming or key in pages.demoting
-        if name.dropped or not (has or coming):
-            has = 0
-            del self._names[key]
-        elif self._narrowed:
-            has &= -has  # the fastest tier
-        if changed := has ^ name.reported:
-            name.reported = has
-            for at, of_place in enumerate(events):
-                if changed >> at & 1:
-                    if has >> at & 1:
-                        self._stored(self._places[at], of_place, name)
-                    else:
-                        _removed(self._places[at], of_place, text.group, key)
+    def _compare(self, keys: Sequence[PageKey]) -> list[KvEvent]:
+        """Return events for the differences between what consumers believe and what tiers have."""
+        stored = [list[BlocksStored]() for _ in self._places]
+        removed: list[dict[int, list[bytes]]] = [{} for _ in self._places]
+        at = 0
+        for text, same in groupby([*map(self._names.__getitem__, keys)]):
+            part = keys[at : (at := at + len([*same]))]
+            first = text.keys.index(part[0])
+            blocks: Sequence[int] = range(first, first + len(part))
+            if part != text.keys[first : first + len(part)]:
+                blocks = [*map(text.keys.index, part)]
+            before = bytes(map(text.reported.__getitem__, blocks))
+            now = bytes(self._has(text.group, part))
+            if now == before:
+                continue
+            for first, stop, was, has in _differences(blocks, before, now):
+                text.reported[first:stop] = bytes([has]) * (stop - first)
+                for place in range(len(self._places)):
+                    if has & ~was & 1 << place:
+                        _add_stored(stored[place], self._places[place], text, first, stop)
+                    elif was & ~has & 1 << place:
+                        removed[place].setdefault(text.group, []).extend(text.hashes(first, stop))
+        events = list[KvEvent]()
+        for where, gone, come in zip(self._places, removed, stored, strict=True):
+            events += [BlocksRemoved(where, group, hashes) for group, hashes in gone.items()]
+            events += come
+        return events
 
-    def _stored(self, place: Place, events: list[KvEvent], name: _Name) -> None:
-        text, at = name.text, name.at
-        parent = text.keys[at - 1][DIGEST_BYTES:] if at else text.parent
-        tokens = text.tokens[at * text.block_size : (at + 1) * text.block_size]
-        extra = text.extra_keys
-        last = events[-1] if events else None
-        if (
-            isinstance(last, BlocksStored)
-            and last.hashes[-1] == parent
-            and last.group == text.group
-            and last.adapter is text.adapter
-            and (last.extra_keys is None) == (extra is None)
+    def _has(self, group: int, keys: Sequence[PageKey]) -> Sequence[int]:
+        """Return the tiers that consumers should believe to have each page, one bit each. Forgets
+        the names of pages that no tier has or is about to have."""
+        stores, states = self._stores[group], self._index.states(keys)
+        missing = [at for at, state in enumerate(states) if state is PageState.MISSING]
+        has = [int(state not in _NOWHERE) for state in states]
+        for bit, pages in stores:
+            lists = pages.index.lists
+            if any(map(lists, keys)):
+                has = [now | bit if lists(key) else now for key, now in zip(keys, has, strict=True)]
+        coming = any(pages.demoting for _, pages in stores)
+        for at in missing:
+            key = keys[at]
+            if not (has[at] or (coming and any(key in pages.demoting for _, pages in stores))):
+                del self._names[key]
+        for at, key in enumerate(keys if self._dropped else ()):
+            if key in self._dropped:
+                has[at] = 0
+                self._dropped.discard(key)
+                self._names.pop(key, None)
+        return [now & -now for now in has] if self._narrowed else has  # the fastest tier
+
+
+def _differences(
+    blocks: Sequence[int], before: bytes, now: bytes
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield runs of consecutive blocks that changed alike as (first, stop, before, now)."""
+    at = 0
+    while at < len(blocks):
+        first, was, has = at, before[at], now[at]
+        while (
+            at < len(blocks)
+            and blocks[at] - blocks[first] == at - first
+            and (before[at], now[at]) == (was, has)
         ):
-            last.hashes.append(text.keys[at][DIGEST_BYTES:])
-            last.tokens.extend(tokens)
-            if last.extra_keys is not None and extra is not None:
-                last.extra_keys.append(extra[at])
-            return
-        events.append(
-            BlocksStored(
-                place,
-                text.group,
-                [text.keys[at][DIGEST_BYTES:]],
-                parent,
-                tokens.tolist(),
-                text.adapter,
-                None if extra is None else [extra[at]],
-            )
-        )
+            at += 1
+        if was != has:
+            yield blocks[first], blocks[at - 1] + 1, was, has
 
 
-def _removed(place: Place, events: list[KvEvent], group: int, key: PageKey) -> None:
-    last = events[-1] if events else None
-    if isinstance(last, BlocksRemoved) and last.group == group:
-        last.hashes.append(key[DIGEST_BYTES:])
-    else:
-        events.append(BlocksRemoved(place, group, [key[DIGEST_BYTES:]]))
+def _add_stored(
+    events: list[BlocksStored], place: Place, text: _Text, first: int, stop: int
+) -> None:
+    """Add blocks that a tier has now, to the last event if they continue its blocks."""
+    size, last = text.block_size, events[-1] if events else None
+    parent = text.hashes(first - 1, first)[0] if first else text.parent
+    tokens = text.tokens[first * size : stop * size].tolist()
+    extra = None if text.extra_keys is None else [*text.extra_keys[first:stop]]
+    if (
+        last is None
+        or last.hashes[-1] != parent
+        or last.group != text.group
+        or last.adapter is not text.adapter
+        or (last.extra_keys is None) != (extra is None)
+    ):
+        hashes = text.hashes(first, stop)
+        events.append(BlocksStored(place, text.group, hashes, parent, tokens, text.adapter, extra))
+        return
+    last.hashes += text.hashes(first, stop)
+    last.tokens += tokens
+    if last.extra_keys is not None and extra is not None:
+        last.extra_keys += extra
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:

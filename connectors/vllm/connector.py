@@ -71,7 +71,7 @@ from .weights import WeightCalls, install
 
 logger = logging.getLogger(__name__)
 
-REPORTS_EVERY_S = 0.02
+REPORTS_EVERY_S = 0.005
 """Pause between the steps of an idle engine that waits only for demotions to be reported, seconds.
 A request that arrives meanwhile waits for the rest of it."""
 

@@ -6,12 +6,12 @@ numbers the batches of each data-parallel rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from tiered_kv.connectors.runtime.kv_events import BlocksStored, KvEvent, Place
 from tiered_kv.page_group import PageGroup
@@ -21,6 +21,14 @@ STORAGE = "STORAGE"
 STORED_FIELDS = frozenset(BlockStored.__struct_fields__)
 REMOVED_FIELDS = frozenset(BlockRemoved.__struct_fields__)
 """Fields of the events of the installed version."""
+
+
+def _as_published(hashes: Sequence[bytes]) -> list[Any]:
+    """Return block hashes as vLLM publishes them. Its own function reads an environment variable
+    for each hash, so it is only asked for the form."""
+    if hashes and isinstance(maybe_convert_block_hash(BlockHash(hashes[0])), int):
+        return [int.from_bytes(one[-8:]) for one in hashes]
+    return [*hashes]
 
 
 def _untagged(extra_keys: list[Any]) -> list[Any] | None:
@@ -61,10 +69,9 @@ class EventConverter:
 
     def _stored_event(self, event: BlocksStored) -> Any:
         adapter: Any = event.adapter
-        parent: Any = event.parent
         return BlockStored(
-            block_hashes=[*map(maybe_convert_block_hash, event.hashes)],
-            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+            block_hashes=_as_published(event.hashes),
+            parent_block_hash=None if event.parent is None else _as_published([event.parent])[0],
             token_ids=event.tokens,
             block_size=self._sizes[event.group],
             lora_id=None if adapter is None else adapter.adapter_id,
@@ -76,7 +83,7 @@ class EventConverter:
 
     def _event(self, event: Any) -> Any:
         return BlockRemoved(
-            block_hashes=[*map(maybe_convert_block_hash, event.hashes)],
+            block_hashes=_as_published(event.hashes),
             **self._removed[event.group],
             **_only(_fields_of(event.place), REMOVED_FIELDS),
         )

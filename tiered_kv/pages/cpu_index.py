@@ -200,6 +200,14 @@ class PageIndex:
             return PageState.RESIDENT
         return PageState.BEING_WRITTEN if key in self._being_written else self.cold.state(key)
 
+    def states(self, keys: Sequence[PageKey]) -> list[PageState]:
+        """Return the state of each page. Fast if all are resident, or all are being written."""
+        if all(map(self._resident.__contains__, keys)):
+            return [PageState.RESIDENT] * len(keys)
+        if all(map(self._being_written.__contains__, keys)):
+            return [PageState.BEING_WRITTEN] * len(keys)
+        return [*map(self.state, keys)]
+
     @property
     def readable(self) -> Callable[[PageKey], bool]:
         """Return a predicate that is True for readable pages and faster than ``state`` for many

@@ -51,9 +51,11 @@ class TierIndex:
     def __contains__(self, key: PageKey) -> bool:
         return key in self._used
 
-    def lists(self, key: PageKey) -> bool:
-        """Return True if the tier has the page as far as is known, even from an expired answer."""
-        return key in self._used
+    @property
+    def lists(self) -> Callable[[PageKey], bool]:
+        """Return a predicate that is True for pages that the tier has as far as is known, even from
+        an expired answer."""
+        return self._used.__contains__
 
     def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
         """Return the keys whose pages cannot be read from this tier, in the same order."""

@@ -165,7 +165,7 @@ def runs_of(keys: Sequence[PageKey]) -> dict[PageKey, PageKey]:
     """Return the first page of each page's run.
 
     Args:
-        keys: pages of a context from its start, of one group.
+        keys: consecutive pages of a context, of one group, from the start of a run.
     """
     firsts = chain.from_iterable(repeat(first, RUN_PAGES) for first in keys[::RUN_PAGES])
     return dict(zip(keys, firsts, strict=False))

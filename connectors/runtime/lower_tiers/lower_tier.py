@@ -190,17 +190,17 @@ class LowerTier:
     def ask(
         self, keys: Sequence[PageKey], context: Sequence[PageKey], deadline_s: float
     ) -> OrderId | None:
-        """Queue a lookup of these pages in the stores. Returns the order; None if the local index
-        already has the answer for every page.
+        """Queue a lookup in the stores of those pages that are of this group. Returns the order;
+        None if the local index already has the answer for each of them.
 
         Args:
-            context: all pages of the context that the pages belong to, from its start.
+            context: the pages and those before them in their context, from the start of a run.
         """
-        order = self._book.plan_lookup(self.store, keys, deadline_s)
+        order = self._book.plan_lookup(self.store, self._mine(keys), deadline_s)
         if order is None:
             return None
         if self._in_runs:
-            runs = runs_of(context)
+            runs = runs_of(self._mine(context))
             order = replace(order, runs=tuple(map(runs.__getitem__, order.keys)))
         self._lookups.append(order)
         return order.order_id

@@ -20,6 +20,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
 from tiered_kv.page_group import KvKind
 from tiered_kv.policies.pricing.estimators import PrefillFit
+from tiered_kv.remote.address import RUN_PAGES
 from tiered_kv.tiers import Knowledge
 
 from .hits import HitFinder
@@ -68,7 +69,7 @@ class _Question(NamedTuple):
     """A query for pages to a tier.
 
     Attributes:
-        context: pages of the group from the start of the context, as far as they have keys.
+        context: the pages and those before them, from the start of a run.
         start: number of tokens before the pages.
         tokens: number of tokens that need no prefill if the pages are found, including those of
             pages that a later query covers, because all of them are prefilled if this query gets
@@ -162,7 +163,8 @@ class Lookups:
                 continue  # the next page is known to be missing, so later pages are useless
             unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
             if unknown:
-                yield _Question(tier, unknown, keys, end * size, (stop - end) * size)
+                context = keys[end - end % RUN_PAGES : end + len(unknown)]
+                yield _Question(tier, unknown, context, end * size, (stop - end) * size)
 
     def _ends(self, turn: Turn, vram: int, somewhere: Somewhere) -> Iterator[_Question]:
         """Yield the queries for the other groups: pages at boundaries up to the end of the full
