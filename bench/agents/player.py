@@ -216,8 +216,7 @@ async def drive(
     session_header: bool = False,
     on_turn: Callable[[], None] = lambda: None,
 ) -> tuple[JobDone, ...]:
-    """Play jobs of token ids on the server at ``base_url``; see ``Player``. Returns the results in
-    job order.
+    """Play jobs on the server at ``base_url``; see ``Player``. Returns the results in job order.
 
     Args:
         arrivals_s: arrival time of each job, seconds since the start; None plays one job at a time.

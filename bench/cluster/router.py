@@ -1,9 +1,9 @@
 """vLLM's router in front of replicas: where jobs go, how long they take, and a replica that dies.
 
-Three pairs of servers run: one publishes the connector's KV events next to vLLM's, one publishes
-only vLLM's, and one has a shared store. Each server has one core. The router is
-``scripts/install-peers``'s. Its ``kv_aware`` policy gets no job id, so that only events can tell
-it where a context is.
+Prompts are texts, because the router gives no credit to token ids. Three pairs of servers run: one
+publishes the connector's KV events next to vLLM's, one publishes only vLLM's, and one has a shared
+store. Each server has one core. The router is ``scripts/install-peers``'s. Its ``kv_aware`` policy
+gets no job id, so that only events can tell it where a context is.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 
 import httpx
 
-from tiered_kv.bench.agents.client import Answer, Ask, Hints, ask_over
+from tiered_kv.bench.agents.client import Answer, Api, Ask, Hints, ask_over
 from tiered_kv.bench.agents.jobs import FIRST_WORD, Job, Load, arrivals, make_jobs
 from tiered_kv.bench.agents.paired import PairedRatio, drawn_order
-from tiered_kv.bench.agents.player import drive
+from tiered_kv.bench.agents.player import Conversation, drive
 from tiered_kv.bench.agents.results import JobDone
 from tiered_kv.bench.output import Tick
 from tiered_kv.bench.restore import BLOCK, SETTLE_S, TIMEOUT_S, ask, context_gib, texts
@@ -48,10 +48,15 @@ KILLED_ADDED, KILLED_ANSWER = 40, 16
 """Tokens that a killed job's second turn adds, and length of its answer."""
 POLL_S = 0.2
 ANSWERED = re.compile(r"^vllm:request_success_total\{.*\} (\S+)$", re.M)
-RENDERED, RENDERS = 3_000, 15
+RENDERED, RENDERS = 1_500, 15
 """Length of the prompt whose rendering is timed, in tokens, and number of calls."""
 OURS, VLLMS, NONE = "kv_aware", "kv_aware_vllm_events", "kv_aware_no_events"
 RANDOM, STICKY = "random", "sticky"
+HEALTH = ("--health-check-interval-secs", "1", "--health-failure-threshold", "2")
+"""By default the router needs three minutes to notice that a server died. Until then
+``consistent_hash`` sends the server's jobs nowhere else."""
+RENDER = ("--enable-scale-out",)
+"""Turns on the ``/render`` routes, from which the router gets the tokens of a prompt."""
 EVENTS, NO_EVENTS = {"TIERED_KV_EVENTS": "vllm-router"}, {"TIERED_KV_EVENTS": "off"}
 
 LOAD = Load(
@@ -119,7 +124,7 @@ class Pair:
             policy: the router's policy, or one of ``OURS``, ``VLLMS`` and ``NONE``.
         """
         urls = [one.server.url for one in self.replicas]
-        words = ["--policy", POLICIES.get(policy, policy)]
+        words = ["--policy", POLICIES.get(policy, policy), *HEALTH]
         if POLICIES.get(policy) == "kv_aware":
             words += ["--kv-event-model", MODEL_NAME, "--kv-event-block-size", str(BLOCK)]
             # Without a source the router does not start, so it gets ports that nobody serves.
@@ -148,7 +153,8 @@ def pair(model: Path, size: Size, folder: Path, env: Mapping[str, str]) -> Itera
         events.append(free_port())
         # vLLM binds the addresses with an asterisk, and ZeroMQ reads a port up to its last digit.
         endpoint = f"tcp://127.0.0.1:{events[-1]}*"
-        published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+        published: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        published |= {"endpoint": endpoint, "topic": ""}
         options = ServerOptions(
             model=model,
             block_size=BLOCK,
@@ -159,13 +165,21 @@ def pair(model: Path, size: Size, folder: Path, env: Mapping[str, str]) -> Itera
                 "VLLM_CPU_OMP_THREADS_BIND": str(cores[at % len(cores)]),
                 "TIERED_KV_CPU_GIB": f"{context_gib(model, size.held):.4f}",
                 "TIERED_KV_TRACE": str(folder / f"trace-{at}.jsonl"),
+                "VLLM_PLUGINS": "tiered_kv",
                 **env,
             },
-            extra_args=(*STEPS, "--kv-events-config", json.dumps({**published, "topic": ""})),
+            extra_args=(*STEPS, *RENDER, "--kv-events-config", json.dumps(published)),
         )
         made.append(options)
     with started(made, folder) as replicas:
         yield Pair(replicas, events)
+
+
+def status(replica: Replica) -> dict[str, Any]:
+    """Return the status of a server's engine."""
+    reply = replica.client.get("/tiered_kv/status").raise_for_status().json()
+    (engine,) = reply["engines"]
+    return dict(engine)
 
 
 def settle(replica: Replica) -> None:
@@ -177,12 +191,17 @@ def settle(replica: Replica) -> None:
     until = time.monotonic() + SETTLE_S
     for tick in count():
         ask(replica.client, [400 + tick % 1_000], "tick")  # an idle engine receives no reports
-        status = replica.client.get("/tiered_kv/status").raise_for_status().json()
-        if not status["queues"]["orders_in_flight"]:
+        if not status(replica)["queues"]["orders_in_flight"]:
             return
         if time.monotonic() > until:
             raise TimeoutError(f"copies did not finish within {SETTLE_S:g} s")
         time.sleep(POLL_S)
+
+
+def from_cpu(pair: Pair) -> int:
+    """Number of prompt tokens that the servers have found in CPU memory so far. An answer reports
+    this only to clients that name their job."""
+    return sum(status(replica)["counters"]["prompt_tokens_cpu"] for replica in pair.replicas)
 
 
 def fill_vram(replica: Replica, size: Size, chance: random.Random) -> None:
@@ -206,27 +225,47 @@ def returning(pair: Pair, url: str, size: Size, seed: int, tick: Tick) -> float:
     """
     chance = random.Random(seed)
     load = replace(size.load, jobs=size.returning, turns=2, system=0, task=size.context, answer=1)
-    jobs = make_jobs(load, seed, VOCABULARY)
+    jobs = chats(pair, make_jobs(load, seed, VOCABULARY))
     holders = [pair.replicas[at % 2] for at in range(len(jobs))]
     chance.shuffle(holders)
-    contexts = list[list[int]]()
-    for job, holder in zip(jobs, holders, strict=True):
-        first = job.turns[0].added
-        contexts.append([*first, *unnamed(holder.client, first).tokens])
+    contexts = [Conversation() for _ in jobs]
+    lengths = list[int]()
+    for job, holder, context in zip(jobs, holders, contexts, strict=True):
+        context.add(job.turns[0])
+        first = unnamed(holder.client, context)
+        context.answered(first)
+        lengths.append(first.prompt_tokens)
     tick("first turns")
     for replica in pair.replicas:
         fill_vram(replica, size, chance)
     returned = 0
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
-        for job, context in zip(jobs, contexts, strict=True):
-            answer = unnamed(client, [*context, *job.turns[1].added])
-            returned += answer.sources["cpu_tokens"] >= HERE * (len(context) - BLOCK)
+        for job, context, length in zip(jobs, contexts, lengths, strict=True):
+            context.add(job.turns[1])
+            before = from_cpu(pair)
+            unnamed(client, context)
+            returned += from_cpu(pair) - before >= HERE * (length - BLOCK)
     tick("second turns")
     return returned / len(jobs)
 
 
-def unnamed(client: httpx.Client, prompt: Sequence[int]) -> Answer:
+def chats(pair: Pair, jobs: Sequence[Job]) -> tuple[Job, ...]:
+    """Return the same jobs as texts."""
+    client = pair.replicas[0].client
+
+    def text(tokens: Sequence[int]) -> str:
+        asked = {"model": MODEL_NAME, "tokens": [*tokens]}
+        return str(client.post("/detokenize", json=asked).raise_for_status().json()["prompt"])
+
+    return tuple(
+        replace(job, turns=tuple(replace(turn, text=text(turn.added)) for turn in job.turns))
+        for job in jobs
+    )
+
+
+def unnamed(client: httpx.Client, context: Conversation) -> Answer:
     """Send a turn that names no job."""
+    prompt = context.prompt(Api.COMPLETIONS)
     return ask_over(client, MODEL_NAME, Ask(prompt=prompt, max_tokens=1))
 
 
@@ -252,11 +291,12 @@ def rendering(replica: Replica) -> dict[str, Any]:
 
 
 def job_times(
-    arms: tuple[str, str], urls: Mapping[str, str], size: Size, seed: int, tick: Tick
+    arms: tuple[str, str], pair: Pair, urls: Mapping[str, str], size: Size, seed: int, tick: Tick
 ) -> dict[str, Any]:
     """Play the same jobs through the routers of two arms, in rounds.
 
     Args:
+        pair: servers that convert the jobs to texts.
         urls: address of each arm's router.
 
     Returns:
@@ -270,7 +310,7 @@ def job_times(
     times: dict[str, list[float]] = {arm: [] for arm in arms}
     cached: dict[str, list[float]] = {arm: [] for arm in arms}
     for number in range(size.rounds):
-        jobs = make_jobs(size.load, seed + number, VOCABULARY)
+        jobs = chats(pair, make_jobs(size.load, seed + number, VOCABULARY))
         starts = arrivals(len(jobs), 1 / size.load.apart_s, seed + number)
         for arm in drawn_order(arms, seed, number):
             done = play(urls[arm], jobs, starts, arm, number)
@@ -322,7 +362,8 @@ def play(
 def found_share(done: Sequence[JobDone]) -> float:
     """Return the fraction of the earlier context that later turns found cached."""
     turns = [(one, two) for job in done for one, two in zip(job.turns, job.turns[1:], strict=False)]
-    return sum(two.cached_tokens for _, two in turns) / sum(one.prompt_tokens for one, _ in turns)
+    contexts = sum(one.prompt_tokens + one.output_tokens for one, _ in turns)
+    return sum(two.cached_tokens for _, two in turns) / contexts
 
 
 # -- a server that dies ----------------------------------------------------------------
@@ -336,11 +377,16 @@ def killed(pair: Pair, url: str, size: Size, tick: Tick) -> dict[str, Any]:
 
     Returns:
         ``jobs``: number of jobs of the killed server, each answered by the other.
+        ``noticed_s``: time until the first of them was answered, seconds. Until the router notices
+            that the server is gone, it answers with errors, and the client repeats the request.
         ``remote_share``: fraction of their contexts that came from the shared store.
         ``compared``, ``equal``: jobs whose whole context came from there, and True if their answers
             are those of the same jobs when no server was killed.
+
+    Raises:
+        httpx.HTTPStatusError: the router sends the jobs nowhere else.
     """
-    whole = size.context // BLOCK * BLOCK
+    whole, noticed_s = size.context // BLOCK * BLOCK, 0.0
     prompts = texts(pair.replicas[0].client, 4 * size.killed, whole + KILLED_ADDED)
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
 
@@ -372,16 +418,22 @@ def killed(pair: Pair, url: str, size: Size, tick: Tick) -> dict[str, Any]:
         replica.shared_pages()
         assert replica.server.pid is not None
         os.killpg(replica.server.pid, signal.SIGKILL)
-        moved = {
-            at: turn(at, "harmed", whole + KILLED_ADDED, KILLED_ANSWER)
-            for at, home in enumerate(homes)
-            if home == victim
-        }
+        moved, began = dict[int, Answer](), time.monotonic()
+        for at in [at for at, home in enumerate(homes) if home == victim]:
+            while at not in moved:
+                try:
+                    moved[at] = turn(at, "harmed", whole + KILLED_ADDED, KILLED_ANSWER)
+                except httpx.HTTPStatusError:
+                    if time.monotonic() - began > SETTLE_S:
+                        raise
+                    time.sleep(POLL_S)  # as clients do
+            noticed_s = noticed_s or time.monotonic() - began
         tick("jobs of the killed server")
     found = {at: one.sources.get("remote_tokens", 0) for at, one in moved.items()}
     complete = [at for at, tokens in found.items() if tokens == whole]
     return {
         "jobs": len(moved),
+        "noticed_s": noticed_s,
         "remote_share": sum(found.values()) / (whole * len(moved)),
         "compared": len(complete),
         "equal": bool(complete) and all(moved[at].tokens == unharmed[at].tokens for at in complete),
@@ -401,6 +453,24 @@ def measure(model: Path, size: Size, seed: int, folder: Path, tick: Tick) -> dic
     """Run everything. Returns ``returned_to_holder``, ``mean_job_time``, ``render`` and ``killed``;
     see the functions of this module.
     """
+    returned, by_events, rendered = with_events(model, size, seed, folder, tick)
+    by_place, died = with_store(model, size, seed, folder, tick)
+    return {
+        "returned_to_holder": returned,
+        "mean_job_time": {
+            "kv_aware_over_vllm_events": by_events,
+            "random_shared_over_sticky": by_place,
+        },
+        "render": rendered,
+        "killed": died,
+    }
+
+
+def with_events(
+    model: Path, size: Size, seed: int, folder: Path, tick: Tick
+) -> tuple[dict[str, float], dict[str, Any], dict[str, Any]]:
+    """Measure servers whose events only differ in who publishes them. Returns the results of
+    ``returning`` by arm, of ``job_times``, and of ``rendering``."""
     with ExitStack() as stack:
         tick("servers with the connector's events, and with vLLM's")
         ours = stack.enter_context(pair(model, size, folder / OURS, EVENTS))
@@ -411,22 +481,19 @@ def measure(model: Path, size: Size, seed: int, folder: Path, tick: Tick) -> dic
             arm: returning(one, urls[arm], size, seed + at, tick)
             for at, (arm, one) in enumerate(arms.items())
         }
-        by_events = job_times((OURS, VLLMS), urls, size, seed, tick)
-        rendered = rendering(ours.replicas[0])
+        by_events = job_times((OURS, VLLMS), ours, urls, size, seed, tick)
+        return returned, by_events, rendering(ours.replicas[0])
+
+
+def with_store(
+    model: Path, size: Size, seed: int, folder: Path, tick: Tick
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Measure servers with a shared store. Returns the results of ``job_times`` and ``killed``."""
     with ExitStack() as stack:
         tick("servers with a shared store")
         store = stack.enter_context(ValkeyServer(folder))
         env = {**NO_EVENTS, "TIERED_KV_REMOTE": store.url}
         shared = stack.enter_context(pair(model, size, folder / "shared", env))
         urls = {arm: stack.enter_context(shared.routed(arm, folder)) for arm in (RANDOM, STICKY)}
-        by_place = job_times((RANDOM, STICKY), urls, size, seed, tick)
-        died = killed(shared, urls[STICKY], size, tick)
-    return {
-        "returned_to_holder": returned,
-        "mean_job_time": {
-            "kv_aware_over_vllm_events": by_events,
-            "random_shared_over_sticky": by_place,
-        },
-        "render": rendered,
-        "killed": died,
-    }
+        by_place = job_times((RANDOM, STICKY), shared, urls, size, seed, tick)
+        return by_place, killed(shared, urls[STICKY], size, tick)
