@@ -34,4 +34,5 @@ engine 0 8001
 engine 1 8002
 
 vllm-router --host 127.0.0.1 --port 8000 --policy consistent_hash \
+  --health-check-interval-secs 1 --health-failure-threshold 2 \
   --worker-urls http://127.0.0.1:8001 http://127.0.0.1:8002
