@@ -62,7 +62,7 @@ class Server:
         return dict(engine)
 
     def job(self, name: str) -> Mapping[str, Any] | None:
-        """A job; None if the server has none of this name."""
+        """The job of this name; None if the server has none."""
         answer = self.http.get(f"/tiered_kv/jobs/{quote(name, safe='')}")
         return None if answer.status_code == 404 else answer.raise_for_status().json()["jobs"][0]
 
@@ -361,10 +361,11 @@ class Sent:
 
 
 def play(server: Server, sender: Sender, prompt: Sequence[int]) -> Iterator[Sent]:
-    """Send each intent that a transport can carry, about one job.
+    """Send hints for a new job, one for each intent that the transport supports. Yields the
+    results.
 
     Args:
-        prompt: the job's context. No other job may have it.
+        prompt: the job's context. No other job may share it.
     """
     job = f"job of {sender.name}"
     server.turn(job, prompt)

@@ -116,7 +116,7 @@ def ab(
     seed: Annotated[int, typer.Option(help="Random seed of jobs and arrivals.")] = 0,
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Rounds per load, except idle. Defaults to the preset's."),
+        typer.Option(min=1, help="Rounds of each load except idle. Defaults to the preset's."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the runs in --out.")

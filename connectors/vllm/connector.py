@@ -193,7 +193,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             half.release_all()  # a half-finished hook must not keep blocks from the engine
         except Exception:
-            logger.exception("releasing pins and saves failed too")
+            logger.exception("pins and saves could not be released either")
 
     # -- scheduler side -----------------------------------------------------------
 

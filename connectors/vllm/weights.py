@@ -82,8 +82,8 @@ _MOST_NAMES = 256
 
 
 class WeightCalls:
-    """Starts a new generation before calls of one engine that may change weights. Used on the
-    scheduler's thread.
+    """Starts a new generation of KV before any call to one engine's workers that may change
+    weights. Used on the scheduler's thread.
 
     Args:
         start_over: resets vLLM's cache, and the connector with it.

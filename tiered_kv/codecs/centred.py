@@ -219,7 +219,7 @@ class Layout:
         stripes, left = divmod(channels, stripe)
         if left or len(table) != HEADER.size + 4 * stripes + channels + 4:
             raise CodecError(
-                f"the table has {channels} centres, which are not divisible into stripes of "
+                f"the table of {len(table)} bytes does not fit {channels} centres in stripes of "
                 f"{stripe}"
             )
         inners = np.frombuffer(table, "<u4", stripes, HEADER.size).astype(np.int64)

@@ -77,11 +77,11 @@ class _Bounded(io.FileIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MOST_DIRECTORY_BYTES:
-            raise _wrong(f"it cannot have a directory of {size} bytes")
+            raise _wrong(f"its directory is too large: {size} bytes")
         data = super().read(size) or b""
         most = min(MOST_MEMBERS, len(data) // PAGE_ENTRY_BYTES + OTHER_ENTRIES)
         if data.count(b"PK\1\2") > most:
-            raise _wrong(f"it cannot have more than {most} members in {len(data)} bytes")
+            raise _wrong(f"its directory of {len(data)} bytes has more than {most} members")
         return data
 
 

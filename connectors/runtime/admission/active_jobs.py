@@ -361,7 +361,7 @@ class ActiveJobs:
     # -- demand ---------------------------------------------------------------------------
 
     def _blocks_of(self, turn: Turn) -> float:
-        """Return the number of blocks of a turn's context when the turn ends."""
+        """Return the expected number of blocks of a turn's context at the end of the turn."""
         tokens: int = turn.request.num_prompt_tokens
         return self._facts.mean_blocks(tokens) + self._output.mean
 

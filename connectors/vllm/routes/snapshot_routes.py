@@ -388,7 +388,7 @@ def _now() -> float:
 async def _read(
     request: Request, ask: str, fields: Mapping[str, Field]
 ) -> tuple[dict[str, Any], Patience]:
-    """Return the query that a request sends to the engines, and the patience of its client."""
+    """Return the query to send to the engines for a request, and how long its client waits."""
     read_nothing(request.query_params)
     said = await read_body(request, fields)
     patience = Patience.of(said.pop(TIMEOUT), request.is_disconnected)

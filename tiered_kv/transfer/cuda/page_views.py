@@ -82,8 +82,8 @@ def _words(
     shape: tuple[int, int, int],
     strides: tuple[int, int],
 ) -> torch.Tensor:
-    """Return a view ``[pages, runs, words of a run]`` of bytes. ``shape`` and ``strides`` are in
-    bytes."""
+    """Return a view ``[pages, runs, words per run]`` of ``memory``. ``offset``, ``strides`` and the
+    last dimension of ``shape`` are in bytes."""
     size = word.itemsize
     whole = memory[: memory.nbytes // size * size].view(word)
     return whole.as_strided(
