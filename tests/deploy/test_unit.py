@@ -15,8 +15,8 @@ from tiered_kv.config import ADMIN_TOKEN, ENV_PREFIX, load_config
 
 HIDES_GPUS = ("PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock")
 END_S = 20
-"""Seconds that a server's processes take to exit on a slow machine, once requests and pages have
-finished."""
+"""Seconds that a server's processes take to exit on a slow machine, once requests have finished and
+pages are written."""
 
 
 def verify(unit: Path) -> str:

@@ -73,8 +73,8 @@ def behind_the_first(answer: Answer) -> Answer:
 
 
 def decided_texts(plain: Engine, model: Path) -> list[list[int]]:
-    """Return, for each length minus one, the text that stock vLLM continues with the largest
-    margin.
+    """Return, for each of ``LENGTHS``, a text that is one token shorter: the candidate that stock
+    vLLM answers with the largest margin.
 
     Where two tokens are nearly equally likely, bf16 rounding decides between them. It rounds
     differently in a prefill and in a decode step, so stock's own prefix cache can change such an
@@ -174,9 +174,9 @@ def unlike(a: list[Answer], b: list[Answer]) -> int:
 
 
 def disagreement(stock: Stock, answers: list[Answer]) -> list[str]:
-    """Return each measure by which answers in batches of eight differ from stock's by more than is
-    allowed: as many other answers as in a second stock run, and 1.5 times its differences. If stock
-    is reproducible bit for bit, every difference counts."""
+    """Return the measures by which answers in batches of eight differ too much from stock's. Up to
+    as many other answers as in a second stock run are allowed, and 1.5 times that run's
+    differences. If stock is reproducible bit for bit, every difference counts."""
     noise, ours = by_text(stock.eights, stock.again), by_text(stock.eights, answers)
     compared = {
         "other answers": (unlike(stock.eights, answers), unlike(stock.eights, stock.again)),

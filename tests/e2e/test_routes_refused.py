@@ -19,8 +19,8 @@ ROUTES = ("status", "jobs", "jobs/j")
 
 @pytest.fixture(scope="module")
 def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """Stock vLLM with this project's plugin, which loads the middleware, and the middleware a
-    second time."""
+    """Stock vLLM with this project's plugin, which loads the middleware. ``--middleware`` loads it
+    a second time."""
     options = ServerOptions(
         model=small_model,
         kv_blocks=60,

@@ -1,6 +1,6 @@
 """A trainer updates the weights of a real engine. No tier restores old KV, now or after a restart.
 
-The trainer resets no cache, and sends the policy's number as cache salt.
+The trainer resets no cache, and sends the version of the trained policy as cache salt.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def pytest_configure() -> None:
     )
 
     class Sync(ContinuumScheduler):
-        """The synchronous scheduler, even with async scheduling, because the test chooses the
-        class."""
+        """The synchronous scheduler. ``ContinuumScheduler`` would return the asynchronous one under
+        async scheduling, but vLLM's tests choose the class themselves."""
 
     if mode == SCHEDULER:
         scheduler.Scheduler = Sync

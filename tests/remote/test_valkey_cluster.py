@@ -48,9 +48,9 @@ STORED, REFUSED = Outcome.STORED, Outcome.REFUSED
 CALM_S = 60.0
 """Time after which nodes count as failed in tests without a failover, seconds."""
 CALL_S, SLACK_S = 0.5, 2.0
-"""Time of a call, and how much later it may return on a busy machine, seconds."""
+"""Time limit of a call, and how much later it may return on a busy machine, seconds."""
 SERVED, SERVED_AFTER_S = 0.9, 1.0
-"""Fraction of values that are read so long after a promotion."""
+"""Fraction of values that must be readable, and how many seconds after a promotion."""
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def slot_of_run(key: RemoteKey) -> int:
 
 
 class TestCluster(RemoteConformance):
-    """A cluster of which all nodes are named."""
+    """A cluster whose address names all nodes."""
 
     @pytest.fixture(autouse=True)
     def serve(self, cluster: ValkeyCluster) -> None:
@@ -105,7 +105,7 @@ class TestCluster(RemoteConformance):
 
 
 class TestOneEndpoint(TestCluster):
-    """A cluster of which one node is named, a replica."""
+    """A cluster whose address names one node, which is a replica."""
 
     @pytest.fixture(autouse=True)
     def serve(self, cluster: ValkeyCluster) -> None:
@@ -263,7 +263,7 @@ def slots(*ranges: tuple[int, int, bytes | None, int]) -> bytes:
 
 
 class Node:
-    """A node of a cluster that has a value for every key, until it is told otherwise.
+    """A cluster node that has a value for every key, unless ``reply`` is set.
 
     Attributes:
         reply: its reply to every command on keys; None for values.
@@ -285,7 +285,7 @@ class Node:
 
 @contextlib.contextmanager
 def a_node() -> Iterator[tuple[Node, ValkeyStore, int]]:
-    """Run a node that owns all slots. Yields it, a store that knows it, and its port."""
+    """Run a node that owns all slots. Yields it, a store at its address, and its port."""
     node = Node()
     with hostile_server(node.answer, lambda _: node.slots) as url:
         address = parse_address(url)
@@ -324,7 +324,8 @@ def test_nodes_that_redirect_in_circles_are_left(code: str) -> None:
 
 
 def test_a_node_that_cannot_be_reached_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """For example, its address is one of a network inside the machines that run the cluster."""
+    """For example, the node announces an address of a network that only the cluster's machines can
+    reach."""
     names = keys(*map(str, range(40)))
     with a_node() as (node, store, port), socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -464,7 +465,8 @@ def test_nodes_that_announce_names_are_reached_over_tls(
 def test_an_endpoint_that_moves_to_a_promoted_replica_is_written_again(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a cluster. The old master stays, as a replica, and its connection stays open."""
+    """The two servers are not a cluster. The old master becomes a replica, and its connections stay
+    open."""
     primary, replica = make_server(), make_server()
     replica.ask(b"REPLICAOF", b"127.0.0.1", b"%d" % primary.port)
     named, real = [primary], socket.getaddrinfo

@@ -62,8 +62,8 @@ def spells(seed: int) -> list[float]:
 
 
 def contains_one(times: list[float], orders: list[list[str]]) -> bool:
-    """Return True if the interval of a server compared with itself contains 1, measured in these
-    orders."""
+    """Compare a server with itself, measured in these orders. Returns True if the interval contains
+    1."""
     by_server: dict[str, list[float]] = {"a": [], "b": []}
     for number, order in enumerate(orders):
         for at, server in enumerate(order):

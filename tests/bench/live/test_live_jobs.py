@@ -66,7 +66,8 @@ def test_traces_of_kv_cache_tester_keep_gaps_shared_tokens_and_sub_agents(
     job = found.jobs[0]
     assert [(turn.prompt, turn.output) for turn in job.turns] == [(200, 10), (300, 20), (100, 20)]
     assert [turn.shared for turn in job.turns] == [0, 210, 64], "the last was compacted"
-    # The requests are 9.5 - 1.5 - 2 s apart. The sub-agent takes three of these seconds.
+    # The second request ends at 3.5 s, and the next turn starts at 9.5 s. The sub-agent takes three
+    # of these six seconds.
     assert [turn.gap_s for turn in job.turns] == [3.0, 0.25, 0.0]
     (agent,) = job.turns[0].agents
     assert [(turn.prompt, turn.output) for turn in agent.turns] == [(100, 5)]

@@ -63,8 +63,7 @@ def test_a_broken_torch_is_an_error_that_shows_its_output(
 
 
 def test_any_machine_can_be_made_one_without_avx512() -> None:
-    """``scripts/avx2`` is how the other code path is tested, so PyTorch and vLLM must detect no
-    AVX-512."""
+    """Under ``scripts/avx2``, PyTorch and vLLM detect no AVX-512 on any machine."""
     script = (
         "import torch; from vllm.platforms.cpu import CpuPlatform; CpuPlatform.import_kernels();"
         "print(torch.backends.cpu.get_cpu_capability());"

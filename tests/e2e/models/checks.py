@@ -330,7 +330,7 @@ def _restore(asker: Asker, first: Turn, row: Row) -> None:
 
 
 def _stop_string(asker: Asker, first: Turn, row: Row) -> None:
-    """Let the same answer end with a stop string that it has not contained before."""
+    """End the same answer with a stop string that occurs in it for the first time."""
     answer = [f"w{token}" for token in first.tokens]
     new = (at for at in range(LEAST_BEFORE_STOP, len(answer)) if _is_new(answer, at))
     at = next(new, None)
@@ -348,7 +348,8 @@ def _stop_string(asker: Asker, first: Turn, row: Row) -> None:
 
 
 def _is_new(answer: Sequence[str], at: int) -> bool:
-    """Return True unless the words before it contain that word, as ``w100`` contains ``w10``."""
+    """Return False if the word occurs earlier in the answer, also as a part of another word:
+    ``w10`` in ``w100``."""
     return answer[at] not in " ".join(answer[:at])
 
 

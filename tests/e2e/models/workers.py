@@ -32,7 +32,7 @@ class KvGroup:
     Attributes:
         index: the engine's number of the group.
         block_size: tokens per block.
-        words: type and block size in words.
+        words: type and block size as text.
     """
 
     index: int
@@ -263,8 +263,8 @@ def _half() -> Any:
 
 
 def unlike(one: Sequence[Digests], other: Sequence[Digests]) -> list[str]:
-    """Return the differences between the ranks' digests as sentences. Empty if all bytes are
-    equal."""
+    """Compare two digests of each rank. Returns the differences as sentences; empty if all bytes
+    are equal."""
     wrong = []
     for rank, (before, after) in enumerate(zip(one, other, strict=True)):
         where = f"rank {rank}, " if len(one) > 1 else ""

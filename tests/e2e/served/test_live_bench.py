@@ -56,8 +56,9 @@ def test_a_pin_is_verified_on_a_server_that_runs(server: VllmServer, client: htt
 def test_a_server_equals_itself_and_differs_from_itself_behind_a_slower_proxy(
     server: VllmServer, tmp_path: Path
 ) -> None:
-    """Compared with itself, the difference's interval contains zero and is at most 5% to either
-    side. With every answer 10% later, it does not contain zero."""
+    """The interval of the difference contains zero if a server is compared with itself, and is at
+    most ten percentage points wide. If every answer takes 10% longer, the interval does not contain
+    zero."""
     load = ("--sessions", "2", "--scale", "0.3", "--duration", "20", "--seed", "1")
     said = call("--url", server.url, "--url", server.url, *load, "--out", tmp_path / "same")
     same = said["pairs"][0]["paired_difference"]
