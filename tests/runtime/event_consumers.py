@@ -1,4 +1,5 @@
-"""A consumer of KV events that checks every event, what it should know, and vllm-router's score."""
+"""A consumer of KV events that checks each event, the state that it should have, and vllm-router's
+score."""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ class Block(NamedTuple):
 
 
 class Consumer:
-    """A consumer that keeps what it is told, and asserts that each event makes sense.
+    """Records all events, and asserts that each is consistent with the earlier ones.
 
     Attributes:
-        has: hashes by group and tier.
-        blocks: blocks by group and hash, from any event.
+        has: stored hashes, by group and tier.
+        blocks: blocks by group and hash, from events of tiers outside VRAM.
         blocks_of_vram: the same, from vLLM's own events of VRAM.
-        cleared: number of AllBlocksCleared.
+        cleared: number of AllBlocksCleared events.
         events: every event, in order.
     """
 
@@ -56,11 +57,11 @@ class Consumer:
         """Do nothing when the engine stops, as vLLM's publisher requires."""
 
     def publish(self, batch: Any) -> None:
-        """Take a batch, like vLLM's publisher."""
+        """Receive a batch, like vLLM's publisher."""
         self.take(batch.events)
 
     def take(self, events: Iterable[Any]) -> None:
-        """Take the events of vLLM, or those of the runtime."""
+        """Receive events of vLLM or of the runtime."""
         for event in events:
             self.events.append(event)
             if type(event).__name__ == "AllBlocksCleared":
@@ -79,7 +80,7 @@ class Consumer:
             assert not ours or there.issuperset(hashes), "removed, but was not stored"
             there.difference_update(hashes)
             return
-        if ours:  # llm-d weighs, and Dynamo drops, what breaks these rules
+        if ours:  # llm-d weights only these media; Dynamo ignores blocks of other sizes
             assert tier[0] in ("CPU", "STORAGE")
             assert len([*blocks_of(event)]) == len(hashes) > 0, "blocks without their tokens"
             assert there.isdisjoint(hashes), "stored twice"
@@ -121,7 +122,7 @@ def _tier(event: Any) -> Tier:
 
 
 def blocks_of(event: Any) -> Iterator[Block]:
-    """Yield the blocks of an event; none if it does not say which tokens are which block's."""
+    """Yield the blocks of an event; none if its tokens cannot be assigned to blocks."""
     if isinstance(event, BlocksStored):
         hashes, parent, tokens = event.hashes, event.parent, event.tokens
     else:
@@ -136,7 +137,8 @@ def blocks_of(event: Any) -> Iterator[Block]:
 
 
 class Expected:
-    """The expected knowledge of a consumer, from the indices and from requests that named pages.
+    """The expected state of a consumer: the pages that the indices have and that some request has
+    named.
 
     Args:
         groups: the engine's number of each page group.
@@ -144,7 +146,7 @@ class Expected:
 
     Attributes:
         named: pages that admitted requests have named, by group.
-        prompts: those of their prompts.
+        prompts: the pages among them that are part of a prompt.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class Expected:
         rig.half.on_finished = on_finished
 
     def look(self) -> None:
-        """Note which pages live requests name."""
+        """Record the pages that live requests name."""
         half: SchedulerHalf = self._rig.half
         for turn in half.turns.by_id.values():
             if turn.source.admitted and turn.pages.fingerprints:
@@ -175,7 +177,7 @@ class Expected:
                     self.prompts[at].update(keys[: turn.request.num_prompt_tokens // size])
 
     def tiers(self, pages: Mapping[int, set[PageKey]]) -> Mapping[tuple[int, Tier], set[BlockHash]]:
-        """Return the hashes of those pages that each tier has."""
+        """Return the hashes of the pages that each tier has."""
         found: dict[tuple[int, Tier], set[BlockHash]] = {}
         for at, named in pages.items():
             group = self._groups[at]

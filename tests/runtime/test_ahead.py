@@ -50,7 +50,7 @@ def test_every_restore_is_async_because_vllm_cannot_undo_a_sync_one(make_rig: Ma
 def test_a_turn_that_stops_while_its_next_token_is_computed_keeps_only_its_answer(
     make_rig: MakeRig,
 ) -> None:
-    """The step that was scheduled in advance writes the KV of another token."""
+    """The step that was scheduled in advance writes the KV of one more token."""
     rig = make_rig(ahead=True)
     prompt = text(90, seed=3)
     whole = expected(prompt, 30)
@@ -120,8 +120,8 @@ def test_a_restored_request_waits_a_step_before_a_pin_is_released(
 
 
 def tight(make_rig: MakeRig, in_job_order: bool, saved: Sequence[int] = ()) -> Rig:
-    """Create a rig on which an absent job has pinned a quarter of the blocks. ``saved`` is in CPU
-    memory."""
+    """Create a rig on which a job between turns has pinned a quarter of the blocks. The KV of the
+    prompt ``saved`` is in CPU memory."""
     rig = make_rig(
         blocks=41,
         max_model_len=512,

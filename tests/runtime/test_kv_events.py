@@ -43,7 +43,7 @@ class Listening:
         return self.consumer.has[group, tier]
 
     def stored(self, medium: str) -> list[Any]:
-        """Return the BlockStored of a medium so far."""
+        """Return the BlockStored events of a medium so far."""
         events = self.consumer.events
         return [one for one in events if _name(one) == "BlockStored" and one.medium == medium]
 
@@ -366,7 +366,7 @@ def test_each_kv_type_has_its_own_events(make_rig: MakeRig) -> None:
 
 
 def a_context_in_both_tiers(make_rig: MakeRig, folder: Path, events: str) -> Listening:
-    """Return an engine whose CPU memory has 18 of 20 blocks that are on SSD, and VRAM none."""
+    """Return an engine with 20 blocks on SSD, of which CPU memory has 18 and VRAM has none."""
     engine = Listening(make_rig, extra={**tiers(folder), "events": events})
     engine.rig.policy = Always(Decision(Tier.STORE))
     context = text(320, seed=3)
@@ -381,7 +381,8 @@ def a_context_in_both_tiers(make_rig: MakeRig, folder: Path, events: str) -> Lis
 def test_vllm_router_scores_an_engine_higher_if_ssd_is_reported_only_without_cpu_memory(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """It takes the longest continuation in one tier, even if another tier's is worth more."""
+    """The router counts the longest continuation in any one tier, even if a shorter one in another
+    tier has a higher weight."""
     scores = {}
     for events in ("exact", "vllm-router"):
         (tmp_path / events).mkdir()

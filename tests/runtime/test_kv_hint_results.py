@@ -97,7 +97,7 @@ def test_a_query_has_a_result_for_each_action_in_order(
 
 
 def test_vllms_own_field_of_a_request_is_read() -> None:
-    """Only ``AsyncLLM`` and ``LLM`` can set the field."""
+    """Only callers of ``AsyncLLM`` and ``LLM`` can set the field; HTTP clients cannot."""
     action = KvHintAction("a", "kv.retain", "1.0", {"ttl_seconds": 60})
     request = Request(
         request_id="r",

@@ -1,5 +1,5 @@
-"""More active agents than requests may run concurrently. Their jobs never end. No request waits
-much beyond the admission limit, and clients get equal shares of the running requests. The rig
+"""Random agents, more of them than requests may run concurrently, whose jobs never end. No request
+waits much beyond the admission limit, and clients get equal shares of the running requests. The rig
 itself checks (``tiered_kv.testing.fairness``) that no later arrival is admitted before an overdue
 request, here as in every other random script."""
 
@@ -168,7 +168,7 @@ def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_i
 
 
 def newcomers_wait_s(folder: Path, extra: dict[str, Any] | None) -> float:
-    """Return the mean time to first token of new jobs. The agents are twice as many as the requests
+    """Return the mean time to first token of new jobs. There are twice as many agents as requests
     that may run."""
     options = RigOptions(
         blocks=100,

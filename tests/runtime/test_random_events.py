@@ -1,5 +1,6 @@
-"""Random scripts with every tier: in each step, a consumer of the KV events has what the indices
-hold of the pages that requests have named, with the tokens and parents of vLLM's own events."""
+"""Random scripts with every tier. After each step, a consumer of the KV events has the pages that
+the indices have and that some request has named. Tokens and parents are those of vLLM's own
+events."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ class Watch:
             self.reached[tier[1][0]] += len(told)
 
     def finish(self) -> Mapping[str, int]:
-        """Return what was compared."""
+        """Return the number of compared hashes, by medium."""
         while self.rig.half.events.pending:
             self.rig.step()
         self.look()
@@ -180,7 +181,7 @@ def test_events_of_two_ranks_tell_what_both_have(
 
 
 def play_lives(folder: Path, seed: int) -> Mapping[str, int]:
-    """Play engines one after the other: over one folder, or over a tier that must be queried."""
+    """Play engines one after the other on one folder, or on a tier that must be queried."""
     rng = random.Random(seed)
     place, contexts = troubled_place.renew(), some_contexts(rng)
     asks = rng.random() < 0.5

@@ -13,8 +13,8 @@ from tiered_kv.testing.vllm.rig import Rig
 
 
 def test_a_running_request_is_not_saved_once_its_kv_was_reset(make_rig: MakeRig) -> None:
-    """The request's blocks were computed with the old weights, and vLLM lets it continue with
-    them."""
+    """After a weight update, the request's blocks have KV of the old weights, and vLLM lets it
+    continue with them."""
     rig = make_rig()
     prompt = text(100, seed=3)
     rig.add("old", prompt, max_tokens=60)

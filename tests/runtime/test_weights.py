@@ -92,7 +92,8 @@ def test_a_request_that_runs_meanwhile_is_not_saved(make_rig: MakeRig) -> None:
 def test_after_a_restart_no_kv_of_updated_weights_is_found(
     make_rig: MakeRig, tmp_path: Path, place: str
 ) -> None:
-    """The cache salt is the policy's number, which is the same before and after the restart."""
+    """The cache salt is the version of the trained policy, which is the same before and after the
+    restart."""
     folder = tmp_path / place
     extra: dict[str, Any] = {"codec": "raw", "cpu_gib": 0.001, "policy": "lru"}
     if place == "ssd":

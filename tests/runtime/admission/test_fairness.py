@@ -19,8 +19,8 @@ OPEN = 8
 
 
 def served(make_rig: MakeRig) -> Rig:
-    """Create a server with forecasts, and with VRAM for other requests next to one client's
-    contexts."""
+    """Create a rig with forecasts. VRAM and CPU memory together hold all contexts that one client
+    leaves open, and more."""
     return make_rig(
         blocks=128,
         max_model_len=2048,

@@ -104,8 +104,8 @@ def test_turns_of_a_job_that_arrive_together_start_with_the_first(
 
 
 def test_streamed_input_is_ignored(make_rig: MakeRig) -> None:
-    """vLLM removes the last token of each input chunk, and changes hashes that it has already
-    reported."""
+    """When the next input chunk arrives, vLLM drops the last sampled token, and so changes hashes
+    that it has already reported."""
     rig = make_rig()
     rig.add("stream", text(127, seed=1), max_tokens=1, params={"job_id": "j"}, resumable=True)
     for _ in range(5):

@@ -94,8 +94,8 @@ def test_jobs_that_never_end_keep_no_request_waiting_beyond_the_limit(
 def test_pins_of_jobs_that_never_end_give_way_to_an_overdue_request(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
-    """VRAM is scarce, and the number of running requests is not. The older jobs' pins are worth
-    more than a younger job's wait, turn after turn."""
+    """VRAM is scarce, but more requests could run. In every turn, the older jobs' pins are worth
+    more than a younger job's wait."""
     rig = limited(
         make_rig,
         blocks=34,

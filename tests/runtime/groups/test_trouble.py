@@ -36,7 +36,8 @@ def returning(rig: Rig) -> list[int]:
 def test_a_group_that_does_not_arrive_is_recomputed_with_all_others(
     make_rig: MakeRig, groups: Sequence[GroupSpec], ahead: bool, which: int
 ) -> None:
-    """vLLM cannot be told of single failed blocks here, so the request starts from scratch."""
+    """With several groups, vLLM accepts no report of single failed blocks, so the request starts
+    from scratch."""
     rig = make_rig(groups=groups, blocks=200, extra={"cpu_gib": 0.01}, ahead=ahead)
     faulty = rig.inject(FaultyTransfer)
     prompt = returning(rig)

@@ -46,8 +46,8 @@ def would_have_saved(one: SecondRig) -> dict[str, int]:
 
 
 def both(given: Script, slots: int, **settings: Any) -> tuple[dict[str, int], int]:
-    """Play a script twice. Returns the estimate of observe mode, and the tokens that managing then
-    saves."""
+    """Play a script in observe mode and in manage mode. Returns the estimate of the first run, and
+    the tokens that the second run saves."""
     with rig("observe", slots, **settings) as observed:
         play(observed, given)
         said, alone = dict(would_have_saved(observed)), found(observed)

@@ -1,4 +1,4 @@
-"""After a failed sync restore: which blocks can no longer be found, and which requests are
+"""After a failed sync restore: which blocks can no longer be found, and which requests' KV is
 saved."""
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def test_a_turn_waits_for_the_slots_of_another_rather_than_compute(
 def test_turns_compute_pages_that_take_longer_than_computing(
     rig: Rig, reads: threading.Event
 ) -> None:
-    """A turn computes such pages whether it waits for the pages or for slots. The second turn's
-    pages are only ordered when it waits for the blocks of the first."""
+    """One turn waits for its pages and the other for slots, and both then compute. The second
+    turn's pages are ordered only once it waits for the first turn's blocks."""
     rig.gaps.prefills.fit.observe(0, 1000, 1.0)
     rig.add("a", CONTEXT)
     rig.add("b", OTHER)

@@ -88,8 +88,8 @@ def test_pins_over_the_whole_pool_are_released_for_a_new_request(
 def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
     make_rig: MakeRig, mode: RestoreMode
 ) -> None:
-    """vLLM may defer a request that has a hit for its own reasons. A lack of blocks is possible
-    only with an async restore, which leaves the blocks that prefills in progress still need."""
+    """vLLM may defer a request with a hit for reasons of its own. A lack of blocks is possible only
+    with an async restore, which leaves the blocks that prefills in progress still need."""
     rig = make_rig(extra=VRAM_ONLY)
     rig.ask("r1", text(150, seed=1), params=turn("job"))
     rig.add("waits", text(100, seed=2))

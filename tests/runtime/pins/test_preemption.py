@@ -91,7 +91,7 @@ def test_a_request_waits_at_most_a_second_for_saves_that_never_end(make_rig: Mak
     def preempted() -> int:
         return sum(request.num_preemptions for request in requests)
 
-    while rig.step().total_num_scheduled_tokens:  # until the first request of all has to wait
+    while rig.step().total_num_scheduled_tokens:  # until even the oldest request has to wait
         pass
     waited_with = preempted()
     assert waited_with <= 1, "and its blocks were being saved"

@@ -40,7 +40,7 @@ class Client:
     live: set[PageKey] = field(default_factory=set)
 
     def ask(self, *prompts: list[int]) -> list[list[int]]:
-        """Send prompts concurrently. Returns each with its answer, as the next prompt may begin."""
+        """Send prompts concurrently. Returns each with its answer: a start for the next prompt."""
         rig = self.rig
         names = [f"{len(rig.prompts)}-{at}" for at, _ in enumerate(prompts)]
         for name, prompt in zip(names, prompts, strict=True):
@@ -224,7 +224,7 @@ def test_ten_compactions_leave_little_more_than_the_live_context(
     extra = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.002} if ssd else {}
     rig = make(
         make_engine, 96, codec="raw", **extra
-    )  # compression may keep memory from being short
+    )  # with compression, memory might not run short
     client = Client(rig, {"job_id": "j"})
     others = [Client(rig, {"job_id": f"other-{n}"}) for n in range(4 + 4 * ssd)]
     contexts = [text(300, seed=50 + n) for n, _ in enumerate(others)]
@@ -241,7 +241,7 @@ def test_ten_compactions_leave_little_more_than_the_live_context(
             context = [*client.turn(context), *said(100 * number + turn + 1, 48)]
             press()
     reclaimed = rig.count("ssd_pages_reclaimed")
-    while ssd and rig.count("ssd_pages_reclaimed") == reclaimed:  # until it is short again
+    while ssd and rig.count("ssd_pages_reclaimed") == reclaimed:  # until SSD runs short again
         press()
     held = {key for key in client.held if rig.index.readable(key)}
     for tier in rig.tiers.values():

@@ -38,8 +38,8 @@ def key(n: int) -> PageKey:
 
 
 def page(name: PageKey) -> Bytes:
-    """Return the only right page of a key. Two of three pages can be compressed to about half their
-    size."""
+    """Return the only right page of a key. Two of three pages can be compressed to less than half
+    their size."""
     rng = np.random.default_rng(list(name))
     made = np.full(FORMAT.page_bytes, name[-1], np.uint8)
     noisy = FORMAT.page_bytes if name[-1] % 3 == 0 else FORMAT.page_bytes // 4
