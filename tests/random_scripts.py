@@ -326,7 +326,7 @@ def some_size(rng: random.Random, groups: Sequence[GroupSpec] = ()) -> dict[str,
 
 
 def some_options(rng: random.Random, groups: tuple[GroupSpec, ...] = (), **own: Any) -> RigOptions:
-    """Draw the options of an engine with vLLM's scheduler. Those given are not drawn."""
+    """Draw the options of an engine with vLLM's scheduler, except those given in ``own``."""
     drawn: dict[str, Any] = {
         **some_size(rng, groups),
         "max_num_seqs": rng.choice([2, 8]),

@@ -34,8 +34,8 @@ def turn_end(
 
 
 def forecast_of(gaps: dict[float, float]) -> Forecast:
-    """Return a forecast from gaps in seconds and their probabilities. The probability missing to 1
-    is that the gap never ends."""
+    """Return a forecast from gaps in seconds and their probabilities. The remaining probability is
+    that the gap never ends."""
     masses = np.zeros(len(CELL_LOG_S))
     for gap_s, probability in gaps.items():
         masses[np.abs(CELL_LOG_S - math.log(gap_s)).argmin()] += probability

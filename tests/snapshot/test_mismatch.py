@@ -117,6 +117,6 @@ def test_all_differences_are_reported_together() -> None:
 
 
 def test_the_tokens_of_a_page_format_are_not_a_difference() -> None:
-    """The tokens of a page format only help codecs."""
+    """Only codecs use the number of tokens in a page format."""
     change: Callable[[int], PageFormat] = lambda tokens: replace(BF16, tokens=tokens)  # noqa: E731
     assert mismatches(MANIFEST, with_group(page_format=change(0))) == []

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 PEAK = """
-def peak():  # not that of resource, which a process begins with from its parent
+def peak():  # unlike ru_maxrss, does not start at the parent's peak
     with open("/proc/self/status") as status:
         found = [line for line in status if line.startswith("VmHWM")]
     return int(found[0].split()[1]) << 10
@@ -56,7 +56,7 @@ for name, piece in PIECES.items():
         data = b"0." + b"5" * (ROOM - 8)
     if len(data) > ROOM:
         data = data[:ROOM]
-    # As much as is let in, too.
+    # Also smaller parts, because larger ones may be refused before they are parsed.
     for part in (1, 4, 23, 260):
         some = data if part == 1 else data[: len(data) // part // len(piece) * len(piece)] + b"1]"
         before = forget_peak()
@@ -97,7 +97,7 @@ def refused(path):
 
 page = min((root / "one" / "pages").iterdir())
 size = page.stat().st_size
-os.truncate(page, 1 << 40)  # sparse: it takes no room
+os.truncate(page, 1 << 40)  # a sparse file occupies no disk space
 refused(root / "one")
 os.truncate(page, size)
 os.truncate(root / "one" / "manifest.json", 1 << 40)
@@ -107,7 +107,7 @@ path = root / "x.zip"
 path.write_bytes(good)
 os.truncate(path, 1 << 40)
 refused(path)
-with path.open("wb") as file:  # 8 GiB in front
+with path.open("wb") as file:  # 8 GiB in front of the archive
     file.seek(8 << 30)
     file.write(good)
 refused(path)

@@ -95,8 +95,8 @@ class Bench:
         return found
 
     def place(self, n: int, what: str) -> int:
-        """Put page ``n`` into its place: raw, coded, as it is, missing, or raising an error.
-        Returns the place."""
+        """Put page ``n`` into its place: raw, or in a bundle that holds it encoded, holds it "as it
+        is" (not encoded), lacks it or raises an error. Returns the place."""
         if what == "raw":
             return n
         self.slots[n] = 0xEE

@@ -189,7 +189,7 @@ def test_the_share_recovers_as_contexts_are_found_whole(context: float) -> None:
 
 
 def test_the_share_settles_where_as_much_recovers_as_is_lost() -> None:
-    """One context of ten is lost, so the committed share settles at about a tenth less."""
+    """One context of ten is lost, so the committed share settles about a ninth below 1."""
     overcommit = Overcommit()
     for turn in range(2_000):
         overcommit.returned(*((0.0, 0.01) if turn % 10 == 0 else (0.01, 0.0)))

@@ -83,8 +83,8 @@ LATER = Forecast((GRID >= 600).astype(float))
 
 
 class Pool:
-    """A ``ByWorth`` order with a clock and the given pages. It is ranked as often as the page index
-    ranks it."""
+    """A ``ByWorth`` order with a clock and the given pages, which is ranked as often as the page
+    index would rank it."""
 
     def __init__(self, *pages: PageKey, stay_s: float = 60.0, most_pages: int = 1000) -> None:
         self.now = 0.0

@@ -59,8 +59,8 @@ def soups(pieces: list[str]) -> st.SearchStrategy[str]:
 
 
 def passes(read: Callable[[str], object], text: str) -> float:
-    """Return how many times this thread could have split ``text`` into characters while it read it
-    once.
+    """Return the CPU time of one ``read`` of ``text``, in units of the time to split it into
+    characters.
 
     The result is the best of several rounds. Each round times its own split, because a slow machine
     slows both. A short text counts as one of 1,000 tokens.

@@ -39,8 +39,8 @@ def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_folder_of_an_engine_that_only_reads_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool, looks: bool
 ) -> None:
-    """The engine's lock shows to processes on its own host that it is alive, and its heartbeat to
-    all others. The first rank looks up pages, and the others only read them."""
+    """The engine's lock shows processes on its own host that it is alive, and its heartbeat shows
+    this to all others. The first rank looks up pages, and the others only read them."""
     reader, (one, other) = SharedRoot(tmp_path, MOST), keys("one", "other")
     assert reader.put([(one, [b"x" * 1000])], soon()) == [Outcome.STORED]
     lock = next(tmp_path.glob("*/lock"))

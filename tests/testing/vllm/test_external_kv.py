@@ -1,4 +1,5 @@
-"""External KV: which pages of each group vLLM needs, and which it leaves to save."""
+"""External KV: the blocks of each group that vLLM needs for a hit, and the states that can be
+saved."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class FakeCore:
     """A fake engine core client.
 
     Args:
-        said: answer of each engine. An exception is raised.
+        said: answer of each engine; an exception is raised instead.
 
     Attributes:
         asked: questions received so far.
