@@ -349,7 +349,7 @@ def test_a_user_who_may_not_list_the_slots_is_told(caplog: pytest.LogCaptureFixt
             assert store.exists([a], soon()) == [MISS]
             assert store.put([(a, [b"x"])], soon()) == [REFUSED]
             assert time.monotonic() < until
-        # Once the right is granted, the next redirect is sufficient.
+        # Once the permission is granted, the next redirect is sufficient.
         node.slots = slots((0, SLOTS - 1, None, port))
         while "is a cluster" not in caplog.text:
             assert store.exists([a], soon()) == [MISS]

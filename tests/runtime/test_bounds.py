@@ -353,7 +353,7 @@ def check_that_nothing_grows(rig: Rig) -> Counter[str]:
     assert not grown, "\n".join(f"{name}: {each}" for name, each in grown.items())
     for name, bound in REACHED.items():
         if name in after:
-            late = after[name] - BOUNDS[bound]  # some containers are counted occasionally
+            late = after[name] - BOUNDS[bound]  # some bounds are enforced only occasionally
             assert 0 <= late < MOST_OPEN_REQUESTS, f"{name} has {after[name]}"
     return after
 

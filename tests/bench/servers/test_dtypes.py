@@ -63,7 +63,8 @@ def test_a_broken_torch_is_an_error_that_shows_its_output(
 
 
 def test_any_machine_can_be_made_one_without_avx512() -> None:
-    """Under ``scripts/avx2``, PyTorch and vLLM detect no AVX-512 on any machine."""
+    """Tests of the code path without AVX-512 run under ``scripts/avx2`` on machines that have
+    it."""
     script = (
         "import torch; from vllm.platforms.cpu import CpuPlatform; CpuPlatform.import_kernels();"
         "print(torch.backends.cpu.get_cpu_capability());"

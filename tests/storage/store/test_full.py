@@ -351,7 +351,7 @@ def test_a_store_opens_although_its_lock_cannot_name_the_owner(
 
 @pytest.mark.parametrize("operation", ["pwrite", "fdatasync"])
 def test_a_disk_without_the_reserved_space_counts_as_full(tmp_path: Path, operation: str) -> None:
-    """The file system writes to other blocks than those it has reserved."""
+    """The file system writes to blocks other than the reserved ones."""
     files = FaultyFiles(UnsafeFiles())
     life = Life(store_options(tmp_path, capacity_bytes=CAPACITY), files)
     assert life.go_on(5) == (40, 0)
