@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.runtime.pages import shared_store
 from tests.runtime.pages.shared_store import SHARED, Place
 from tests.runtime.pages.test_lower_tiers import tiers
 from tests.runtime.stories.test_tiers import CONTEXT, push_out
+from tiered_kv.connectors.runtime.lower_tiers import demotion, lower_tier
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import STALLED_S
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
@@ -23,7 +24,7 @@ from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import ABSENT_S, PRESENT_S, AskedIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 from tiered_kv.policies.jobs.kv_hints import Intent, KvHint, Outcome, Target
-from tiered_kv.testing.checked_kv import expected
+from tiered_kv.testing.checked_kv import CELL, expected, text
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.tiers import SSD, StoreId
 
@@ -94,6 +95,34 @@ def test_a_hint_promotes_pages_that_another_engine_wrote(
     assert rig.count("prompt_tokens_cpu") >= 304
     assert rig.count("pages_fetched") + rig.count("pages_promoted") == promoted
     rig.check_clean()
+
+
+def test_a_lookup_within_a_context_names_the_runs_that_the_pages_were_written_with(
+    make_rig: MakeRig, tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run begins at every 128th page of the context, also if CPU memory has the first 141."""
+    prompt = text(4_300, seed=9)
+    rig = make_rig(extra=shared(tmp_path, cpu_gib=400 * 16 * CELL / 2**30), max_model_len=6_000,
+                   blocks=800, max_batched_tokens=6_000)  # fmt: skip
+    [tier] = rig.tiers.values()
+    monkeypatch.setattr(tier, "_in_runs", True)
+    rig.ask("first", prompt[: 141 * 16])
+    found = list[dict[PageKey, PageKey]]()
+
+    def runs_of(context: Sequence[PageKey]) -> dict[PageKey, PageKey]:
+        found.append(demotion.runs_of(context))
+        return found[-1]
+
+    monkeypatch.setattr(lower_tier, "runs_of", runs_of)
+    rig.add("next", prompt)
+    rig.step()
+    [runs] = found
+    keys = rig.half.turns.by_id["next"].page_keys()
+    asked = [key for key in keys[141:] if key in runs]
+    assert len(asked) > 10
+    assert [runs[key] for key in asked] == [
+        keys[at // 128 * 128] for at in range(141, 141 + len(asked))
+    ]
 
 
 def test_a_page_in_no_tier_is_computed(make_rig: MakeRig, tmp_path: Path, place: Place) -> None:
