@@ -108,6 +108,11 @@ class Forecast:
         held_s: Array = steps.cumsum()
         return held_s
 
+    def ends_with(self, chance: float) -> Forecast:
+        """Return the distribution of a gap that has this one only with the given probability, and
+        otherwise never ends."""
+        return Forecast(chance * self.cdf)
+
     def within(self, t: float) -> float:
         """Return P(X <= t), the probability that the gap ends within ``t`` seconds."""
         if not t > 0:

@@ -237,6 +237,10 @@ class ActiveJobs:
         """Jobs and their state, oldest first; read only."""
         return iter(self._members.items())
 
+    def goes_on(self, job: JobKey) -> float:
+        """Return the chance that a job returns after a turn that was not declared the last."""
+        return self._scopes.of(job).returns.share
+
     # -- job events ---------------------------------------------------------------------
 
     def reactivate(self, job: JobKey) -> bool:
@@ -356,7 +360,7 @@ class ActiveJobs:
         if forecast is None:
             silent = away_s >= max(SILENT_TIMES * self.pace.gap_s, LEAST_SILENCE_S)
             return float(key in self._pins or not silent)
-        return soon_chance(forecast, away_s, self._scopes.of(key).returns.share)
+        return soon_chance(forecast, away_s, self.goes_on(key))
 
     # -- demand ---------------------------------------------------------------------------
 

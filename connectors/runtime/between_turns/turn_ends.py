@@ -154,6 +154,7 @@ class KvPlacement:
     Args:
         order: eviction order of CPU memory; receives forecasts of when each page is needed.
         count_used: counts pages as just used, once a save has settled.
+        goes_on: returns the chance that a job returns at all.
         clock: monotonic seconds.
     """
 
@@ -164,6 +165,7 @@ class KvPlacement:
         cost_model: CostModel,
         order: EvictionOrder,
         count_used: Callable[[Sequence[PageKey], OrderId | None], None],
+        goes_on: Callable[[JobKey], float],
         clock: Callable[[], float],
     ) -> None:
         self._policy = policy
@@ -171,6 +173,7 @@ class KvPlacement:
         self._cost_model = cost_model
         self._order = order
         self._count_used = count_used
+        self._goes_on = goes_on
         self._clock = clock
 
     def decide(
@@ -287,7 +290,8 @@ class KvPlacement:
         if job is None or forecast is None or not (pages := self.pages(gap)):
             return False
         page_s = gap.costs.recompute_s / len(pages)
-        self._order.on_gap_begun(job, pages, forecast, gap.news_at, page_s)
+        ends = forecast.ends_with(self._goes_on(job))  # most jobs end without notice
+        self._order.on_gap_begun(job, pages, ends, gap.news_at, page_s)
         return True
 
     def on_returned(self, job: JobKey) -> tuple[OpenGap, float] | None:
@@ -370,7 +374,13 @@ class TurnEnds:
         self._lineage = Lineage(engine.facts.hash_tokens)
         self._policy, self._pages = deps.policy, pages
         self._placement = KvPlacement(
-            deps.policy, gaps, costs, pages.order, pages.saves.count_used, engine.clock
+            deps.policy,
+            gaps,
+            costs,
+            pages.order,
+            pages.saves.count_used,
+            admission.gate.jobs.goes_on,
+            engine.clock,
         )
         self._cost_model = costs
         self._pins = admission.pins

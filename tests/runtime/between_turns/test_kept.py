@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import Decision, Tier
-from tiered_kv.testing.checked_kv import text
+from tiered_kv.testing.checked_kv import CELL, text
 from tiered_kv.testing.policies import Always, FixedPin
 from tiered_kv.testing.vllm.rig import Rig
 
@@ -101,3 +101,25 @@ def test_a_pin_over_budget_is_counted(make_rig: MakeRig) -> None:
     assert (rig.count("pins"), rig.count("pins_refused")) == (2, 1)
     rig.ask("none", text(400, seed=3), params={"job_id": "c"})
     assert (rig.count("pins"), rig.count("pins_refused")) == (2, 2)
+
+
+def test_jobs_that_ended_without_notice_give_their_space_to_jobs_that_return(
+    make_rig: MakeRig,
+) -> None:
+    """VRAM has space for one context, and CPU memory for five. Three jobs at a time take four turns
+    each, and are not heard of again."""
+    cpu_gib = 5 * 28 * 16 * CELL / 2**30
+    rig = make_rig(blocks=34, max_model_len=512, extra={"cpu_gib": cpu_gib, "policy": "occupancy"})
+    found = list[float]()
+    for group in range(8):
+        contexts = {f"{group}-{n}": text(320, seed=10 * group + n) for n in range(3)}
+        for turn in range(4):
+            for job, context in contexts.items():
+                before = rig.count("prompt_tokens_cpu")
+                rig.ask(f"{job}-{turn}", context, params={"job_id": job})
+                rig.wait_for_worker()
+                rig.now += 1
+                if turn:
+                    found.append(rig.count("prompt_tokens_cpu") - before)
+                contexts[job] = context + text(32, seed=1000 + turn)
+    assert found == 8 * [320, 320, 320, 352, 352, 352, 384, 384, 384]

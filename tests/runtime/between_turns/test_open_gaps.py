@@ -68,7 +68,13 @@ class Waiting:
         self.order = ByWorth(lambda: 0.0, 100)
         prices: Any = SimpleNamespace(costs=lambda tokens, job: Costs(recompute_s=1.0))
         self.placement = KvPlacement(
-            policy, OpenGaps(), prices, self.order, lambda pages, save: None, lambda: 0.0
+            policy,
+            OpenGaps(),
+            prices,
+            self.order,
+            lambda pages, save: None,
+            lambda job: 1.0,
+            lambda: 0.0,
         )
 
     def ends(self, turn: int, *, tool: ToolUse | None = None, pages: Sequence[PageKey]) -> None:
