@@ -56,6 +56,11 @@ def _row(number: int | None, turns: Sequence[TurnDone]) -> dict[str, Any]:
     }
 
 
+def _wide(seconds: float) -> str:
+    """Return a time in six characters."""
+    return f"{seconds:6.2f}" if seconds < 100 else f"{seconds:6.1f}"
+
+
 def recomputed_share(run: Run) -> float:
     """Return the fraction of all prompt tokens that were computed, 0 to 1."""
     total: Mapping[str, int] = rows(run)[-1]["sources"]
@@ -114,9 +119,9 @@ class Comparison:
             lines.append(
                 f"{ours['turn'] or 'all':>4}{sum(here.values()):8}"
                 f"{here['vram']:7}{here['cpu']:7}{here['recomputed']:10}"
-                f"{ours['ttft_mean_s']:6.2f}{ours['ttft_p95_s']:6.2f}"
+                f"{_wide(ours['ttft_mean_s'])}{_wide(ours['ttft_p95_s'])}"
                 f"{there['vram']:9}{there['recomputed']:10}"
-                f"{theirs['ttft_mean_s']:6.2f}{theirs['ttft_p95_s']:6.2f}"
+                f"{_wide(theirs['ttft_mean_s'])}{_wide(theirs['ttft_p95_s'])}"
             )
         return "\n".join(lines)
 

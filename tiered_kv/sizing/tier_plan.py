@@ -214,6 +214,8 @@ def _notes(
         fit = [one.name for one in tiers if one.contexts >= setup.jobs]
         whole = f"{fit[0]} holds" if fit else "No tier holds"
         notes.append(f"{whole} the contexts of all {setup.jobs:,} jobs.")
+        if fit and fit[0] == tiers[0].name:
+            notes.append("Stock vLLM then performs as well, unless there are more jobs.")
     full = next((one for one in shape.layout.groups if one.reach.kind is KvKind.FULL), None)
     advice = full and advise_block_size(full.block, shape.max_len)
     return [*notes, advice] if advice else notes

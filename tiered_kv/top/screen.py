@@ -86,7 +86,8 @@ def _lines(texts: Sequence[Text]) -> tuple[RenderableType, int]:
 
 def _head(state: ServerState, view: View) -> Text:
     versions = f"tiered-kv {state.status.version}, vLLM {state.status.vllm_version}"
-    return line((state.url, "bold"), f"  {versions}, policy {state.total.policy}")
+    observes = ", observe: simulates, moves nothing" if state.total.mode == "observe" else ""
+    return line((state.url, "bold"), f"  {versions}, policy {state.total.policy}{observes}")
 
 
 def _sentences(state: ServerState, view: View, canvas: Canvas) -> list[Text]:
