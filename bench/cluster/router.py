@@ -53,8 +53,8 @@ RENDERED, RENDERS = 1_500, 15
 OURS, VLLMS, NONE = "kv_aware", "kv_aware_vllm_events", "kv_aware_no_events"
 RANDOM, STICKY = "random", "sticky"
 HEALTH = ("--health-check-interval-secs", "1", "--health-failure-threshold", "2")
-"""By default the router needs three minutes to notice that a server died. Until then
-``consistent_hash`` sends the server's jobs nowhere else."""
+"""Options with which the router notices a dead server within seconds, instead of three minutes.
+Until then ``consistent_hash`` sends the server's jobs nowhere else."""
 RENDER = ("--enable-scale-out",)
 """Turns on the ``/render`` routes, from which the router gets the tokens of a prompt."""
 EVENTS, NO_EVENTS = {"TIERED_KV_EVENTS": "vllm-router"}, {"TIERED_KV_EVENTS": "off"}
