@@ -108,9 +108,9 @@ class Forecast:
         held_s: Array = steps.cumsum()
         return held_s
 
-    def ends_with(self, chance: float) -> Forecast:
-        """Return the distribution of a gap that has this one only with the given probability, and
-        otherwise never ends."""
+    def scaled(self, chance: float) -> Forecast:
+        """Return the distribution of a gap that ends as forecast here with the given probability,
+        and otherwise never ends."""
         return Forecast(chance * self.cdf)
 
     def within(self, t: float) -> float:

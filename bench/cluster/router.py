@@ -225,7 +225,7 @@ def returning(pair: Pair, url: str, size: Size, seed: int, tick: Tick) -> float:
     """
     chance = random.Random(seed)
     load = replace(size.load, jobs=size.returning, turns=2, system=0, task=size.context, answer=1)
-    jobs = chats(pair, make_jobs(load, seed, VOCABULARY))
+    jobs = as_texts(pair, make_jobs(load, seed, VOCABULARY))
     holders = [pair.replicas[at % 2] for at in range(len(jobs))]
     chance.shuffle(holders)
     contexts = [Conversation() for _ in jobs]
@@ -249,7 +249,7 @@ def returning(pair: Pair, url: str, size: Size, seed: int, tick: Tick) -> float:
     return returned / len(jobs)
 
 
-def chats(pair: Pair, jobs: Sequence[Job]) -> tuple[Job, ...]:
+def as_texts(pair: Pair, jobs: Sequence[Job]) -> tuple[Job, ...]:
     """Return the same jobs as texts."""
     client = pair.replicas[0].client
 
@@ -310,7 +310,7 @@ def job_times(
     times: dict[str, list[float]] = {arm: [] for arm in arms}
     cached: dict[str, list[float]] = {arm: [] for arm in arms}
     for number in range(size.rounds):
-        jobs = chats(pair, make_jobs(size.load, seed + number, VOCABULARY))
+        jobs = as_texts(pair, make_jobs(size.load, seed + number, VOCABULARY))
         starts = arrivals(len(jobs), 1 / size.load.apart_s, seed + number)
         for arm in drawn_order(arms, seed, number):
             done = play(urls[arm], jobs, starts, arm, number)

@@ -56,7 +56,7 @@ def _row(number: int | None, turns: Sequence[TurnDone]) -> dict[str, Any]:
     }
 
 
-def _wide(seconds: float) -> str:
+def _seconds(seconds: float) -> str:
     """Return a time in six characters."""
     return f"{seconds:6.2f}" if seconds < 100 else f"{seconds:6.1f}"
 
@@ -119,9 +119,9 @@ class Comparison:
             lines.append(
                 f"{ours['turn'] or 'all':>4}{sum(here.values()):8}"
                 f"{here['vram']:7}{here['cpu']:7}{here['recomputed']:10}"
-                f"{_wide(ours['ttft_mean_s'])}{_wide(ours['ttft_p95_s'])}"
+                f"{_seconds(ours['ttft_mean_s'])}{_seconds(ours['ttft_p95_s'])}"
                 f"{there['vram']:9}{there['recomputed']:10}"
-                f"{_wide(theirs['ttft_mean_s'])}{_wide(theirs['ttft_p95_s'])}"
+                f"{_seconds(theirs['ttft_mean_s'])}{_seconds(theirs['ttft_p95_s'])}"
             )
         return "\n".join(lines)
 

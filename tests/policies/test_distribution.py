@@ -131,3 +131,12 @@ def test_equal_forecasts_are_equal_and_cannot_be_changed() -> None:
     assert one != 3
     with pytest.raises(ValueError, match="read-only"):
         one.cdf[0] = 1
+
+
+def test_a_scaled_forecast_gives_up_on_a_gap_that_outlasts_it() -> None:
+    forecast = Forecast(np.where(GRID < 10, 0.0, np.where(GRID < 1000, 0.9, 1.0)))
+    scaled = forecast.scaled(0.8)
+    assert scaled.within(100) == pytest.approx(0.8 * forecast.within(100))
+    for one, chance in ((forecast, 1.0), (scaled, 0.08 / 0.28)):
+        later = one.within(10_000) - one.within(100)
+        assert later / (1 - one.within(100)) == pytest.approx(chance)

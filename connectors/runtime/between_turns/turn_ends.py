@@ -290,8 +290,9 @@ class KvPlacement:
         if job is None or forecast is None or not (pages := self.pages(gap)):
             return False
         page_s = gap.costs.recompute_s / len(pages)
-        ends = forecast.ends_with(self._goes_on(job))  # most jobs end without notice
-        self._order.on_gap_begun(job, pages, ends, gap.news_at, page_s)
+        # Most clients never declare a job over, and the tail of a forecast alone never gives up.
+        forecast = forecast.scaled(self._goes_on(job))
+        self._order.on_gap_begun(job, pages, forecast, gap.news_at, page_s)
         return True
 
     def on_returned(self, job: JobKey) -> tuple[OpenGap, float] | None:
