@@ -115,6 +115,9 @@ def test_cpu_memory_is_sized_to_the_jobs(tmp_path: Path) -> None:
         planned(tmp_path, jobs=20, cpu_gib=40.0, ssd_gib=100.0).notes
     )
     assert "VRAM holds the contexts of all 10 jobs." in planned(tmp_path, jobs=10).notes
+    needless = "Stock vLLM then performs as well, unless there are more jobs."
+    assert needless in planned(tmp_path, jobs=10).notes
+    assert needless not in planned(tmp_path, jobs=20).notes
 
 
 def test_a_tier_without_space_for_a_context_is_reported_with_the_space_needed(

@@ -52,6 +52,12 @@ def test_a_new_server_is_shown_as_empty() -> None:
     assert lines[-1].startswith("0-0 of 0")
 
 
+def test_the_first_line_says_that_a_server_only_observes() -> None:
+    for mode, says in (("manage", False), ("observe", True)):
+        [first, *_] = shown(server(engines=(replace(new_engine(), mode=mode),)), 160, 30)
+        assert ("moves nothing" in first) is says
+
+
 def test_bars_are_proportional_to_their_values() -> None:
     for width in (200, 120, 60):
         vram, cpu, ssd = shown(server(job()), width, 20)[1:4]
