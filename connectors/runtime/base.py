@@ -2,7 +2,16 @@
 
 An adapter presents each request as a ``Request`` and the block pool as a ``BlockPool``, reads the
 engine's configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and
-``WorkerHalf``.
+``WorkerHalf`` in the order that their modules document. The engine must also
+
+- call ``on_allocated`` again, with 0, after an async load, and ``refuse_restore`` if it raises;
+- call ``build_orders`` before ``num_computed_tokens`` rise, ``on_finished`` while a finished
+  request still owns its blocks, and ``on_reports`` last;
+- rewind every request that uses a block from ``take_bad_blocks``, and discard its sampled tokens;
+- call ``release_for_running`` before it preempts, and retry in the next step if that returns True;
+- call ``before_reset`` before its prefix cache is reset;
+- keep stepping without requests while ``has_pending_push_work`` is true;
+- in a server, catch exceptions of hooks and call ``release_all``.
 """
 
 from __future__ import annotations

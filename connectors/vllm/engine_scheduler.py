@@ -7,11 +7,11 @@ The scheduler differs from vLLM's in a few ways. Requests that the connector hol
 outside the waiting queue. Requests in the queue are ordered by the start of their jobs, with jobs
 that have pinned KV first; if more requests wait than vLLM may run, they are ordered nearly by
 arrival. A client gets an equal share while other clients wait, and a request that has waited for
-the admission limit precedes every later request. Preemption chooses the request that loses the
-least work. With ``TIERED_KV_HIDE_RESTORES=1`` vLLM does not count requests that wait for a restore.
-Without tiered-kv's connector nothing is changed; with ``--scheduling-policy priority``
-(the operator's own order), requests are only parked. Diffusion models, for which vLLM has a
-separate scheduler, are refused (``UnsupportedError``).
+the admission limit precedes every later request. The youngest job is preempted first, and a job's
+last turn after all others. With ``TIERED_KV_HIDE_RESTORES=1`` vLLM does not count requests that
+wait for a restore. Without tiered-kv's connector nothing is changed; with
+``--scheduling-policy priority`` (the operator's own order), requests are only parked. Diffusion
+models, for which vLLM has a separate scheduler, are refused (``UnsupportedError``).
 """
 
 from __future__ import annotations

@@ -202,8 +202,7 @@ class JobQueue:
         return self._pool.num_free() < self._prefill_blocks + running
 
     def running_rank(self, request: Any) -> tuple[bool, float]:
-        """Return the rank of a running request by its loss if preempted; see
-        ``job_order.running_rank``."""
+        """Return the rank of a running request; see ``job_order.running_rank``."""
         turn = self._turns.get(request.request_id)
         at = self._fairness.arrived_at(request.request_id)
         started_at = job_started_at(turn) if turn is not None else at
