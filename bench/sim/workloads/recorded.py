@@ -39,7 +39,7 @@ MOST_TURNS = 60
 FEWEST_TURNS = 3
 BLOCK = 128
 """Tokens per block. Contexts have up to 100,000 tokens, and the simulator takes time for every
-block. docs/simulation.md quantifies the difference from blocks of 64 tokens."""
+block."""
 NO_TOOL_STOP = "end_turn"
 NUMBERS: Mapping[str, Callable[[Row, str], float]] = {
     **dict.fromkeys(("in", "out", "lcp"), whole),
