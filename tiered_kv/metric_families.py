@@ -78,18 +78,15 @@ _C, _G, _H = MetricType.COUNTER, MetricType.GAUGE, MetricType.HISTOGRAM
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
-        Family(
-            "prompt_tokens", _C, "Prompt tokens of finished turns, by where their KV was found."
-        ),
+        Family("prompt_tokens", _C, "Prompt tokens, by where their KV was found."),
         Family(
             "would_have_saved_tokens",
             _C,
-            "Computed prompt tokens that would have been found in a tier. Only with "
-            "TIERED_KV_MODE=observe.",
+            "Computed prompt tokens that would have been found. Only in observe mode.",
         ),
         Family("turns", _C, "Finished turns."),
         Family("transferred_pages", _C, "Pages moved from one tier to another."),
-        Family("transferred_bytes", _C, "Bytes of the pages moved, uncompressed, over all ranks."),
+        Family("transferred_bytes", _C, "Bytes of these pages, uncompressed."),
         Family(
             "transfer_seconds",
             _C,
@@ -98,18 +95,17 @@ FAMILIES: Mapping[str, Family] = {
         Family("decompressed_pages", _C, COUNTERS["pages_decompressed"]),
         Family("decompressed_bytes", _C, COUNTERS["bytes_decompressed"]),
         Family("decompression_seconds", _C, COUNTERS["decompression_seconds"]),
-        Family("ssd_io_bytes", _C, "Bytes written to and read from SSD, as stored."),
+        Family("ssd_io_bytes", _C, "Bytes of SSD I/O, as stored."),
         Family(
             "remote_io_bytes",
             _C,
-            "Bytes written to and read from the remote store, as stored.",
+            "Bytes exchanged with the remote store, as stored.",
         ),
         Family("unshared_pages", _C, COUNTERS["pages_not_shared"]),
         Family(
             "ssd_compressed_pages",
             _C,
-            "Compressed pages written from CPU memory to SSD: unchanged (kept) or recompressed "
-            "(renewed). A page counts once per rank.",
+            "Compressed pages written to SSD unchanged (kept) or recompressed (renewed), per rank.",
         ),
         Family("unused_slot_bytes", _C, COUNTERS["slot_bytes_unused"]),
         Family(
@@ -118,23 +114,22 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "restores_in_pieces",
             _C,
-            "Restores split because CPU memory had no space for all pages.",
+            COUNTERS["restores_in_pieces"],
         ),
-        Family("evicted_pages", _C, "Pages evicted to make space for others."),
+        Family("evicted_pages", _C, "Pages evicted to make space."),
         Family("superseded_pages", _C, COUNTERS["pages_superseded"]),
         Family("unsaved_pages", _C, COUNTERS["pages_not_saved"]),
         Family(
             "promoted_pages",
             _C,
-            "Promoted pages that were restored to VRAM (used) or evicted before use (wasted).",
+            "Promoted pages that were restored to VRAM (used) or evicted before (wasted).",
         ),
-        Family("promoted_bytes", _C, "Bytes of these pages, uncompressed, over all ranks."),
+        Family("promoted_bytes", _C, "Bytes of these pages, uncompressed."),
         Family("promoted_ahead_pages", _C, COUNTERS["pages_promoted_ahead"]),
         Family(
             "promotions_forgone",
             _C,
-            "Promotions skipped because recomputing is faster, and turns that stopped waiting for "
-            "a lookup or a promotion.",
+            "Promotions skipped, and turns that stopped waiting for a lookup or a promotion.",
         ),
         Family(
             "faults", _C, "Failures. Kinds that concern pages count pages; others count events."
@@ -146,8 +141,7 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "hints",
             _C,
-            "KV hints, by intent and outcome. A deferred hint is counted again with its final "
-            "outcome.",
+            "KV hints. A deferred one is counted again with its final outcome.",
         ),
         Family("hints_ignored", _C, COUNTERS["hints_ignored"]),
         Family("jobs_inferred", _C, COUNTERS["jobs_inferred"]),
@@ -164,9 +158,9 @@ FAMILIES: Mapping[str, Family] = {
         Family("resets", _C, COUNTERS["resets"]),
         Family("weight_updates", _C, COUNTERS["weight_updates"]),
         Family("tier_pages", _G, "Pages in a tier."),
-        Family("tier_bytes", _G, "Bytes that these pages occupy, over all ranks."),
+        Family("tier_bytes", _G, "Bytes that these pages occupy."),
         Family("tier_uncompressed_bytes", _G, "Bytes that these pages would occupy uncompressed."),
-        Family("tier_capacity_bytes", _G, "Capacity of a tier, over all ranks."),
+        Family("tier_capacity_bytes", _G, "Capacity of a tier."),
         Family("cpu_slots", _G, GAUGES["cpu_slots"]),
         Family("cpu_slots_compressed", _G, GAUGES["cpu_slots_compressed"]),
         Family("pinned_blocks", _G, GAUGES["pinned_blocks"]),

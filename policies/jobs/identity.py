@@ -49,7 +49,7 @@ class Place(Enum):
 
     PARAMS = "`kv_transfer_params`"
     XARGS = "`vllm_xargs`"
-    CONTEXT = "`agentic_context` in either field, as an object or a JSON string"
+    CONTEXT = "`agentic_context` in either"
     VLLM = "vLLM's session id"
     HEADER = "header"
     BODY = "body"

@@ -19,7 +19,9 @@ from tiered_kv.metric_families import PREFIX
 from tiered_kv.metrics import COUNTERS, GAUGES, WOULD_HAVE_SAVED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-ROW = re.compile(r"^\| `(?P<name>[a-z_]+)` \| (?P<kind>\w+) \| (?P<labels>.*?) \| .+\.? \|$", re.M)
+ROW = re.compile(
+    r"^\| `(?P<name>[a-z_]+)`(?: \((?P<kind>histogram)\))? \| (?P<labels>.*?) \| .+\.? \|$", re.M
+)
 LABEL = re.compile(r"`(\w+)`: ((?:`\w+`(?:, )?)+)")
 ENGINE = ("model_name", "engine")
 
@@ -38,7 +40,8 @@ def documented() -> dict[str, Metric]:
             name: set(re.findall(r"\w+", some)) for name, some in LABEL.findall(row["labels"])
         }
         assert row["name"] not in found, f"{row['name']} is told twice"
-        found[PREFIX + row["name"]] = Metric(row["kind"], labels)
+        by_name = "counter" if row["name"].endswith("_total") else "gauge"
+        found[PREFIX + row["name"]] = Metric(row["kind"] or by_name, labels)
     return found
 
 
