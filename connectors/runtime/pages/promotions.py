@@ -302,7 +302,7 @@ class Promotions:
 
     def still_coming(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
         """Promote pages for a turn that the engine considers for admission. Returns True if the
-        turn waits, and the engine must ask again later. Takes the same arguments as ``bring_up``."""
+        turn waits, and the engine must ask again later. Takes the arguments of ``bring_up``."""
         waits, state = self.bring_up(turn, fit, fits), turn.tiers
         if waits and state.waits_since is None:
             state.waits_since = self._clock()
