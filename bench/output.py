@@ -83,7 +83,7 @@ def run_benchmark(
 
     Args:
         text: the module's docstring. Its first line becomes the help.
-        arguments: command line arguments; None uses those of the process.
+        arguments: command line arguments; None uses ``sys.argv``.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(help=(text or "").partition("\n")[0])(command)

@@ -5,8 +5,7 @@
 Agents run under memory pressure on a real server with every tier: their contexts are pinned,
 restored from CPU memory and from SSD, promoted and evicted, and some jobs are left open. Afterwards
 the sums of the trace, of ``trace analyze``, of ``/metrics``, of the routes and of the clients must
-be equal. The agents are those of ``tests/e2e/test_traced_run.py``, so this benchmark needs a
-checkout.
+be equal. The agents come from ``tests/e2e/test_traced_run.py``, so this benchmark needs a checkout.
 
 - ``disagreements``: number of figures whose reports differ; ``accounts``: number of figures
   compared; ``details``: all reports of the figures that differ.

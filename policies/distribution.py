@@ -135,8 +135,8 @@ class Forecast:
         return before_s + float(t - _STARTS[i]) * (later + 1.0 - self.within(t)) / 2
 
     def quantile(self, q: float) -> float:
-        """Return the grid point (or 0) that X does not exceed with a probability closest to ``q``;
-        inf if X exceeds the whole grid with a probability above 1 - ``q``."""
+        """Return the grid point g (or 0) for which P(X <= g) is closest to ``q``; inf if P(X <= g)
+        is below ``q`` on the whole grid."""
         i = int(np.searchsorted(self.cdf, q))
         if i == len(GRID):
             return math.inf

@@ -304,7 +304,8 @@ def test_an_unknown_codec_is_refused(name: object) -> None:
 def test_a_level_that_a_codec_does_not_have_is_refused(level: int) -> None:
     said = refusal({"TIERED_KV_CODEC": f"zstd:{level}"})
     assert said == (
-        f"TIERED_KV_CODEC: zstd has levels 1 to 22, not {level}: set zstd; or set auto."
+        f"TIERED_KV_CODEC: zstd has no level {level}: set zstd:1 to zstd:22, or zstd for the "
+        "default level; or set auto."
     )
 
 

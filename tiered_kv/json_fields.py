@@ -340,7 +340,9 @@ class Fields:
 
 
 def number(value: float) -> float | int | None:
-    """Return a number as it is written; None if it is not finite."""
+    """Round a number to the digits that JSON files keep: ``DIGITS`` significant digits, and at most
+    six decimal places. Returns an int if the rounded number is whole, and None if the number is not
+    finite."""
     if not math.isfinite(value):
         return None
     short = float(f"{round(value, 6):.{DIGITS}g}")

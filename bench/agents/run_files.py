@@ -44,7 +44,7 @@ class Ledger:
             other = differing(wanted, read_object(plan_path))
             if other:
                 raise RunFileError(
-                    f"{folder} contains runs of another plan ({', '.join(other)} differ): "
+                    f"{folder} contains runs with other settings ({', '.join(other)}): "
                     "set another --out, or start again without --resume"
                 )
         _write(plan_path, wanted)

@@ -98,7 +98,7 @@ def bench(
         list[int], typer.Option(min=1, help="Number of concurrent jobs. Repeat for a sweep.")
     ] = [],  # noqa: B006
     duration: Annotated[
-        float, typer.Option(min=0.1, help="How long new jobs arrive in each run, seconds.")
+        float, typer.Option(min=0.1, help="Time during which jobs arrive in each run, seconds.")
     ] = 300.0,
     turns: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of turns per job. Defaults to all.")

@@ -68,7 +68,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 class NotStarted(Exception):
-    """An optional server does not run on this machine. The message is that of the server."""
+    """An optional server does not run on this machine. The message is the server's own error."""
 
 
 class HarnessError(RuntimeError):

@@ -150,7 +150,7 @@ def fit_steps(runs: Sequence[Sequence[Span]], step_tokens: int) -> FittedCost:
     if len(rows) < FEWEST_ROWS or not any(row[2] for row in rows):
         raise ValueError(
             f"there are too few turns: {len(rows)} prefills and answers are long enough to "
-            f"estimate the cost of a step, but {FEWEST_ROWS} are needed"
+            f"estimate the cost of a step, but {FEWEST_ROWS} are needed, including prefills"
         )
     return _fit(np.array(rows, dtype=np.float64).T)
 

@@ -46,7 +46,10 @@ RESULT = "result.json"
 
 app = command_line("Simulate agent jobs on GPUs, under vLLM's own scheduler.")
 
-POLICY_NAMES = f"{', '.join(BASES)} or module:Class; then +cpu or +cpu+ssd, then @RULE"
+POLICY_NAMES = (
+    f"{', '.join(BASES)} or module:Class, optionally followed by +cpu or +cpu+ssd, and by @ and an "
+    "eviction rule"
+)
 WORKLOAD_NAMES = f"{', '.join(GENERATED)} and {CODING_AGENTS}"
 
 Gpu = Annotated[str, typer.Option(callback=one_of(GPUS), help=f"One of {', '.join(GPUS)}.")]

@@ -196,7 +196,7 @@ def continued(
 
 def main(
     tokens: Tokens = 3000,
-    exact: Annotated[int, typer.Option(help="Number of exact continuations.")] = 100,
+    exact: Annotated[int, typer.Option(help="Number of turns to continue bit for bit.")] = 100,
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:

@@ -54,9 +54,10 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionGroup:
-    """Components that allocate VRAM blocks: running requests, waiting requests and pins.
+    """Components that divide VRAM among running requests, waiting requests and pins.
 
     Attributes:
+        pins: blocks of jobs between their turns that stay allocated.
         boundaries: holds blocks at the ends of prompts, which pins take over.
         pressure: releases pins when requests need their blocks.
         gate: holds new jobs back.

@@ -34,20 +34,20 @@ from .scheduler_stats import Stats
 from .turn import Turn
 
 STUCK_S = 30.0
-"""Time without work after which the watchdog fires, seconds. Waits that the connector requests are
-shorter or end by themselves: a promotion is awaited only while it is faster than prefilling, and a
-new job is admitted when nothing else runs."""
+"""Time without any computation after which the watchdog fires, seconds. Waits that the connector
+requests are shorter or end by themselves: a promotion is awaited only while it is faster than
+prefilling, and a new job is admitted when nothing else runs."""
 
 STUCK_STEPS = 8
-"""Number of steps without work that the watchdog requires in addition."""
+"""Number of steps without any computation that the watchdog requires in addition."""
 
 AT_REST_S = 1.0
-"""A stuck engine keeps making steps. An engine that makes no step for this many seconds was paused
+"""A stuck engine keeps running steps. An engine that runs no step for this many seconds was paused
 or idle, and the watchdog starts to count again."""
 
 
 class Watchdog:
-    """Detects an engine that makes steps without work. Used on one thread.
+    """Detects an engine whose steps compute nothing although requests wait. Used on one thread.
 
     Attributes:
         barked: True once the watchdog has fired, which happens at most once per engine.

@@ -92,7 +92,7 @@ def watch_resets(
     manager: Any, blocks_of: Mapping[str, Sequence[Any]], told: Callable[[], None]
 ) -> None:
     """Call ``told`` before every reset of vLLM's KV cache manager. Used in observe mode, in which
-    no KV was saved. The other arguments are those of ``Resets``."""
+    no KV was saved. ``Resets`` describes the other arguments."""
     reset = manager.reset_prefix_cache
 
     def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ class Resets:
 
 def scheduled_step(output: Any) -> ScheduledStep:
     """Convert vLLM's ``SchedulerOutput``. Depending on vLLM's model runner, a request that resumes
-    after preemption is in the list of new requests or in that of running requests."""
+    after preemption is in the list of new requests or in the list of running requests."""
     new = [one.req_id for one in output.scheduled_new_reqs]
     return ScheduledStep(
         tokens=output.num_scheduled_tokens,

@@ -154,8 +154,8 @@ class ByWorth(EvictionOrder):
         yield from filter(self._tree.runs.__contains__, self._recent)
 
     def _goes_before(self, context: Context, now: float) -> float:
-        """Return a time. Pages outside all contexts that were last used by then are worth no more
-        than the context's pages, and are evicted before them."""
+        """Return a time. Pages outside all contexts that have not been used since that time are
+        worth no more than the context's pages, and are evicted before them."""
         fresh, (worth, _) = NOBODYS * self._mean_page_s, context.worth
         if fresh <= worth:
             return math.inf

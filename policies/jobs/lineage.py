@@ -1,8 +1,9 @@
 """Inference of a request's job from its prompt, for requests without a job id.
 
 An agent's next prompt repeats its last prompt and extends it. So a request that extends the last
-prompt of a job is that job's next turn. Answers are not matched, because the answers that clients
-send back are tokenised again, and often truncated.
+prompt of a job is that job's next turn. Answers need not match, because the answers that clients
+send back are tokenised again, and often truncated. They are only compared to choose between jobs
+whose last prompts both fit.
 
 vLLM chains block hashes: a block's hash covers all tokens up to its end. So a turn is found by the
 hash of one block of its prompt: the last block that ends at least ``TOLERANCE`` tokens before the

@@ -1,4 +1,4 @@
-"""Invalid variables are reported one by one. For a misspelt name, the probable one is suggested."""
+"""Invalid variables are reported one by one. For a misspelt name, the closest name is suggested."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_storage_that_is_smaller_than_its_layout_is_refused() -> None:
     storage = torch.zeros(639, dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="has 639 bytes, but its layout spans 640"):
         CudaTransfer([layout], storage, CpuPool(AnonymousMemory(128), 128))
-    with pytest.raises(ValueError, match="slots of 127 bytes are too small for pages of 128 bytes"):
+    with pytest.raises(ValueError, match="slots have 127 bytes, but the largest page has 128"):
         CudaTransfer(
             [layout],
             torch.zeros(640, dtype=torch.uint8, device="cuda"),

@@ -45,7 +45,8 @@ def put(pages: RemotePages, first: int) -> None:
 
 
 def put_trained(pages: RemotePages) -> Codec:
-    """Put pages until their codec has been trained, and return the trained codec."""
+    """Put pages, wait until their codec has been trained, and put them again. Returns the trained
+    codec."""
     put(pages, 0)
     while (codec := pages.codec_of_new_pages) is None:
         time.sleep(0.01)

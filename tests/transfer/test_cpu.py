@@ -99,7 +99,7 @@ def test_storage_that_is_smaller_than_its_layout_is_refused() -> None:
 
 def test_slots_of_another_size_are_refused() -> None:
     layout = page_layout([Placement(2, 5 * 64, 64, 0)], 5)
-    with pytest.raises(ValueError, match="slots of 127 bytes are too small for pages of 128 bytes"):
+    with pytest.raises(ValueError, match="slots have 127 bytes, but the largest page has 128"):
         CpuTransfer([layout], np.zeros(640, dtype=np.uint8), CpuPool(AnonymousMemory(127), 127))
     assert "tiered-kv-copy" not in {thread.name for thread in threading.enumerate()}
 

@@ -263,7 +263,7 @@ def assumptions(plan: Plan) -> list[str]:
     if setup.ssd_gib > 0:
         found[2:2] = [
             f"Restores from SSD: reads at {setup.ssd_gbps:g} GB/s, then the copy from CPU memory. "
-            "Capacity is that of uncompressed pages, although pages are compressed on SSD."
+            "Capacity is given for uncompressed pages, although pages are compressed on SSD."
         ]
     return found
 

@@ -224,7 +224,7 @@ class Layout:
             )
         inners = np.frombuffer(table, "<u4", stripes, HEADER.size).astype(np.int64)
         if not inners.all() or (stripe % inners).any():
-            raise CodecError(f"the table has stripes of {stripe} channels, which cannot be divided")
+            raise CodecError(f"the table's inner sizes do not divide stripes of {stripe} channels")
         centres = np.frombuffer(table, np.uint8, channels, HEADER.size + 4 * stripes)
         return Layout(stripe, inners, centres)
 

@@ -92,7 +92,8 @@ def parse(name: str) -> CodecMaker:
     level = int(rest)
     if level not in kind.levels:
         raise ConfigError(
-            f"{head} has levels {kind.levels[0]} to {kind.levels[-1]}, not {level}: set {head}"
+            f"{head} has no level {level}: set {head}:{kind.levels[0]} to "
+            f"{head}:{kind.levels[-1]}, or {head} for the default level"
         )
     return lambda page_format: at_level(page_format, level)
 

@@ -98,7 +98,7 @@ class SectionTable:
         sections: list[Section] = []
         for element, part, nbytes in SECTION.iter_unpack(body[HEADER.size : parts_at]):
             if element >= len(ELEMENTS) or part >= part_count:
-                raise CodecError(f"part {part} has a section of unknown type {element}")
+                raise CodecError(f"a section has an unknown type {element}, or part {part}")
             members[part].append(len(sections))
             sections.append(Section(ELEMENTS[element], nbytes))
         page_format = _format(sections, tokens, page_bytes)

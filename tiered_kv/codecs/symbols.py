@@ -158,7 +158,7 @@ def _frames(frame: Bytes) -> tuple[int, list[Bytes]]:
     """
     chosen = int(frame[0]) if frame.nbytes else 1 << PLANES
     if chosen >> PLANES:
-        raise CodecError("an fp32 frame does not list its planes")
+        raise CodecError("the list of planes of an fp32 frame is missing or invalid")
     sizes = struct.Struct(f"<{1 + chosen.bit_count()}I")
     at, frames = 1 + sizes.size, list[Bytes]()
     if frame.nbytes < at:

@@ -54,7 +54,10 @@ def check_spare_cores(
     others = count(gpus, "rank") if gpus else "the model"
     left = usable - (gpus or _taken_by_model(env, usable, cores))
     if left > 0:
-        return ok(CORES_CHECK, f"{left} of {usable} cores left to compress pages, next to {others}")
+        return ok(
+            CORES_CHECK,
+            f"{left} of {usable} cores left to compress pages (the rest taken by {others})",
+        )
     advice = (
         f"Give the server's container or service {gpus + 1} cores or more, one more than it has "
         f"ranks. {RAW}."
@@ -63,7 +66,8 @@ def check_spare_cores(
     )
     return warn(
         CORES_CHECK,
-        f"no core of {usable} left next to {others}: one thread with low priority compresses pages",
+        f"0 of {usable} cores left to compress pages (taken by {others}): one low-priority thread "
+        "compresses them",
         advice,
     )
 

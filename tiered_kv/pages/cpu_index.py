@@ -116,8 +116,8 @@ class PageIndex:
         promoted: pages promoted from a lower tier.
         spared: number of pages that evictions have passed over so far, because a lower tier is to
             get them first.
-        unsaved: returns those of the given pages that a lower tier lacks and would accept; None
-            without lower tiers.
+        unsaved: filters the given pages, and returns the pages that a lower tier lacks and would
+            accept; None without lower tiers.
         on_evicted: called with the pages that are evicted.
         on_changed: called with pages that may have become readable or missing, after each change
             except ``adopt``; None if nothing observes the index.

@@ -182,7 +182,7 @@ class OrderBook:
         return len(self._flights) - len(self._not_yet_due)
 
     def expedite(self, orders: Iterable[OrderId], now: float) -> list[PromoteOrder]:
-        """Make deferred promotions due now. Returns those of them that were not due already."""
+        """Make deferred promotions due now. Returns the promotions that were not yet due."""
         early = [one for one in orders if self._not_yet_due.pop(one, now) > now]
         up = self._of_kind[OrderKind.PROMOTE]
         return [up[one].order for one in early if one in up]

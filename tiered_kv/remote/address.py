@@ -152,8 +152,8 @@ def _server(text: str) -> Server:
 
 RUN_PAGES = 128
 """Number of pages of a run. If pages were placed one by one, a server that is down would truncate
-every context near its first page. With runs, it truncates only those contexts at their start whose
-first run it has, and other contexts later."""
+every context near its first page. With runs, it truncates near the start only contexts whose first
+run it has, and other contexts later."""
 
 
 def server_of(run: bytes, servers: Sequence[bytes]) -> int:

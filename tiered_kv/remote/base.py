@@ -15,7 +15,7 @@ Parts: TypeAlias = Sequence["bytes | memoryview"]
 
 
 class RefusedError(Exception):
-    """The store refuses access. The message is that of the store."""
+    """The store refuses access. The message is the store's own error."""
 
 
 class Outcome(Enum):

@@ -53,7 +53,7 @@ def _engine_wide(manifest: Manifest, engine: EngineIdentity) -> Iterator[str]:
     if parse_version(manifest.vllm) != parse_version(engine.vllm):
         yield (
             f"it was taken from vLLM {manifest.vllm}, and this is vLLM {engine.vllm}: restore it "
-            f"where vLLM's first two numbers are those of {manifest.vllm}"
+            f"with a vLLM of the same first two version numbers as {manifest.vllm}"
         )
     if manifest.ranks != engine.ranks:
         yield (

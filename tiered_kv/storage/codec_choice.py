@@ -44,6 +44,9 @@ def choose_codec(
     try:
         one = measure_codec(codec, synthetic_page(page_format))
     except Exception as error:  # third-party codecs may raise anything
-        raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or set auto") from error
+        raise ConfigError(
+            f"TIERED_KV_CODEC={name}: the codec failed on a test page ({error}): set another "
+            "codec, or auto"
+        ) from error
     seconds = max(one.stored_bytes / speed.read, one.decode_s / cores)
     return codec, page_format.page_bytes / seconds

@@ -1,4 +1,4 @@
-"""Valkey servers on loopback that a test can pause, kill, fill and restart; also as a cluster."""
+"""Valkey servers and clusters on loopback that a test can pause, kill, fill and restart."""
 
 from __future__ import annotations
 

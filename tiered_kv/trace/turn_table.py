@@ -132,6 +132,6 @@ class TurnTable:
         return JobName(*self.jobs.of[place])
 
     def says(self, field: str, word: str | None) -> Column:
-        """Return True for turns whose field has the value ``word``. Shape (turns,)."""
+        """Return a mask of the turns whose ``field`` has the value ``word``. Shape (turns,)."""
         found: Column = self[field] == self.words[field].find(word)
         return found

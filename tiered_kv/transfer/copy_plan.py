@@ -109,7 +109,7 @@ def check_layouts(layouts: Sequence[PageLayout], storage_bytes: int, slot_bytes:
         raise ValueError(f"the KV cache has {storage_bytes} bytes, but its layout spans {spans}")
     largest = max(layout.page_bytes for layout in layouts)
     if slot_bytes != largest:
-        raise ValueError(f"slots of {slot_bytes} bytes are too small for pages of {largest} bytes")
+        raise ValueError(f"slots have {slot_bytes} bytes, but the largest page has {largest}")
 
 
 def _page_runs(runs: list[tuple[int, int, int, int]], page_bytes: int, slot_bytes: int) -> PageRuns:

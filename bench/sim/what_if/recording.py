@@ -66,7 +66,7 @@ class Recording:
 
 
 def read_recording(path: Path, most: int = MOST_TURNS) -> Recording:
-    """Read the first turns of a trace. Returns those of the engine that has the most of them.
+    """Read the first turns of a trace. Returns the turns of the engine with the most turns.
 
     Args:
         most: maximum number of turns to read.

@@ -398,7 +398,7 @@ class ActiveJobs:
         self, more: JobDemand | None = None, *, anywhere: bool = False, salt: str | None = None
     ) -> float:
         """Return the projected peak of the VRAM blocks of all jobs, including admitted jobs and the
-        demand ``more``. With ``anywhere``, the peak is that of VRAM and CPU memory together,
+        demand ``more``. With ``anywhere``, returns the peak of VRAM and CPU memory together,
         including jobs between turns.
 
         Args:

@@ -93,8 +93,8 @@ def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
 
 
 def overflow(room: Room, peak: float, peak_anywhere: float) -> float:
-    """Return the number of blocks of contexts that exceed CPU memory or, without it, VRAM. The
-    arguments are those of ``fits``."""
+    """Return the number of blocks of contexts that exceed CPU memory or, without it, VRAM. Takes
+    the same arguments as ``fits``."""
     if room.cpu:
         return max(0.0, peak_anywhere - min(1.0, room.share) * room.cpu)
     return max(0.0, peak - room.share * room.vram)

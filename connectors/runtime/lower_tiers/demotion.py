@@ -120,7 +120,7 @@ class LookAhead:
 
 
 def next_pause_s(pause_s: float) -> float:
-    """Return the pause after a further failure, seconds. ``pause_s`` is the pause before it."""
+    """Return the pause after a further failure, seconds. ``pause_s`` is the previous pause."""
     return min(2 * pause_s, LONGEST_PAUSE_S)
 
 

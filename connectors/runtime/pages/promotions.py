@@ -58,7 +58,7 @@ class PromotionCost:
     @property
     def longest_wait_s(self) -> float:
         """Longest wait for the pages before the turn prefills their tokens instead, seconds. Only
-        time while VRAM has space for the turn counts, because the turn waits otherwise anyway.
+        time during which VRAM has space for the turn counts. Without space, the turn waits anyway.
 
         The longest wait equals the prefill time. So the turn takes at most twice the prefill time,
         however slow the disk is (the ski-rental bound of 2).
@@ -302,7 +302,7 @@ class Promotions:
 
     def still_coming(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
         """Promote pages for a turn that the engine considers for admission. Returns True if the
-        turn waits, and the engine must ask again later. The arguments are those of ``bring_up``."""
+        turn waits, and the engine must ask again later. Takes the arguments of ``bring_up``."""
         waits, state = self.bring_up(turn, fit, fits), turn.tiers
         if waits and state.waits_since is None:
             state.waits_since = self._clock()

@@ -148,8 +148,8 @@ class PinTable:
 
     def lease(self, job: JobKey, blocks: Sequence[Block], lease: Lease, started_at: float) -> int:
         """Pin a job's blocks until the end of the lease. If the job has a pin already, the blocks
-        that it lacks are added, and the pin is kept at least until that time. The arguments and the
-        result are those of ``pin``."""
+        that it lacks are added, and the pin is kept at least until that time. ``pin`` describes the
+        arguments and the result."""
         pin = self._pins.get(job)
         if pin is None:
             self.pin(job, blocks, lease.until, started_at, lease.value)

@@ -39,8 +39,9 @@ def waiter_started_at(
     in_job_order: bool,
     new: bool,
 ) -> float | None:
-    """Return when the job of a waiting turn started, seconds, if the turn waits for pins that are
-    worth the wait; None if every pin gives way to the turn. ``release_order`` expects this value.
+    """Return the start of a waiting turn's job, seconds, if the turn should wait for some pins
+    rather than release them; None if any pin may be released for the turn. ``release_order``
+    expects this value.
 
     A turn does not wait if no running request would free blocks, or if the turn precedes the turns
     for which the pins are held. If requests are admitted in the order of their jobs, every other

@@ -275,7 +275,10 @@ def _codec(name: str, page_format: PageFormat, threads: int) -> Codec | None:
     try:
         measured = measure_codec(codec, synthetic_page(page_format))
     except Exception as error:  # a third-party codec may raise anything
-        raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or set auto") from error
+        raise ConfigError(
+            f"TIERED_KV_CODEC={name}: the codec failed on a test page ({error}): set another "
+            "codec, or auto"
+        ) from error
     if not worth_compressing(page_format.page_bytes, measured.stored_bytes):
         return None
     rate = page_format.page_bytes / measured.decode_s / 1e9

@@ -179,7 +179,7 @@ def test_more_rounds_resume_existing_runs_but_another_plan_does_not(tmp_path: Pa
     resumed.run_all()
     assert {number for _, _, number in more.measured} == {2}
     assert len(resumed.kept) == len(few.kept) + len(more.measured)
-    with pytest.raises(RunFileError, match=r"another plan \(seed differ\)"):
+    with pytest.raises(RunFileError, match=r"other settings \(seed\)"):
         harness(tmp_path, Machine(), resume=True, seed=1)
 
     broken = tmp_path / "runs" / "idle-0-stock.json"

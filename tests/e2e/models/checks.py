@@ -348,8 +348,8 @@ def _stop_string(asker: Asker, first: Turn, row: Row) -> None:
 
 
 def _is_new(answer: Sequence[str], at: int) -> bool:
-    """Return False if the word occurs earlier in the answer, also as a part of another word:
-    ``w10`` in ``w100``."""
+    """Return False if the word occurs earlier in the answer, even as part of another word, as
+    ``w10`` does in ``w100``."""
     return answer[at] not in " ".join(answer[:at])
 
 

@@ -46,8 +46,8 @@ SHELL = [
 
 
 def soups(pieces: list[str]) -> st.SearchStrategy[str]:
-    """Return a strategy for texts made of the given and of arbitrary pieces in any order, often
-    with many repetitions."""
+    """Return a strategy for texts that mix ``pieces`` with arbitrary text in any order, often with
+    many repetitions."""
     piece = st.sampled_from(pieces) | st.text(max_size=12)
     once = st.lists(piece, max_size=60).map("".join)
     again = st.builds(

@@ -40,8 +40,8 @@ def limited(make_rig: MakeRig, **options: Any) -> Rig:
 
 
 def busy_jobs(rig: Rig, jobs: int, tokens: int = 20) -> Callable[[], None]:
-    """Return a function that runs one step. The jobs never end: each gets its next turn when a turn
-    has finished."""
+    """Return a function that runs one step. The jobs never end: each gets its next turn as soon as
+    its previous turn has finished."""
     contexts = {f"busy{i}": text(tokens, seed=i) for i in range(jobs)}
     turns = dict.fromkeys(contexts, 0)
 

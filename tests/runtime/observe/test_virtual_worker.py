@@ -35,7 +35,7 @@ KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(80)]
 
 @pytest.fixture
 def book() -> OrderBook:
-    """An order book in which copying a page takes one second to CPU memory, and ten to SSD."""
+    """An order book in which copying a page to CPU memory takes one second, and to SSD ten."""
     index = PageIndex(80, LeastRecentlyUsed())
     made = OrderBook(index, RANKS, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()})
     made.stores[SSD].bandwidth = SSD_BANDWIDTH

@@ -1,5 +1,5 @@
-"""An engine in observe mode estimates how many prompt tokens the connector would save, and the
-connector then saves that number on the same jobs."""
+"""An engine in observe mode estimates how many prompt tokens the connector would save. On the same
+jobs, the connector then saves about that many."""
 
 from __future__ import annotations
 

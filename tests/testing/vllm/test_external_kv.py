@@ -54,8 +54,8 @@ def context(rig: Rig, name: str, tokens: int) -> Cells:
 
 @pytest.mark.scripts(25, nightly=1_000)
 def test_random_scripts_end_well(tmp_path: Path, seeds: range) -> None:
-    """Hits of any length find the KV that they need in the blocks given by their reach. Tokens
-    whose load fails are computed."""
+    """Hits of any length find the KV that they need in the blocks that ``KvReach.blocks`` returns.
+    Tokens whose load fails are computed."""
 
     def play(folder: Path, seed: int) -> Mapping[str, int]:
         stores: list[PerfectStore] = []

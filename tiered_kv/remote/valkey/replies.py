@@ -123,7 +123,7 @@ class Replies:
         if count == ABSENT:
             return None
         if not 0 <= count <= (MOST_ITEMS if listed else MOST_TEXT) or not depth:
-            raise ProtocolError(f"the reply is too large: {line[:40]!r}")
+            raise ProtocolError(f"the reply is too large or nested too deeply: {line[:40]!r}")
         if listed:
             return [self.nested(depth - 1) for _ in range(count)]
         text = bytearray(count)

@@ -247,7 +247,7 @@ def parse_footer(segment: SegmentHeader, footer: bytes | memoryview) -> list[Foo
     for at, plane, frame, written, length in zip(*columns, strict=True):
         entry = FooterEntry(PageKey(keys[key_at : key_at + length]), at, plane, frame, written)
         if at % BLOCK or at < end or length > MAX_KEY_BYTES:
-            raise FormatError("records listed in the footer overlap")
+            raise FormatError("a footer entry overlaps another, is misaligned, or has a long key")
         end, key_at = at + entry.nbytes, key_at + length
         entries.append(entry)
     if end > offset:

@@ -45,7 +45,7 @@ _TELLING = 0.05
 
 @dataclass(frozen=True, slots=True)
 class WorstTurn:
-    """A turn that waited long.
+    """One of the turns that waited longest.
 
     Attributes:
         turn: the turn.
