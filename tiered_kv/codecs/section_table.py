@@ -98,7 +98,7 @@ class SectionTable:
         sections: list[Section] = []
         for element, part, nbytes in SECTION.iter_unpack(body[HEADER.size : parts_at]):
             if element >= len(ELEMENTS) or part >= part_count:
-                raise CodecError(f"a section has an unknown type {element}, or part {part}")
+                raise CodecError(f"a section has an unknown type or part: {element}, {part}")
             members[part].append(len(sections))
             sections.append(Section(ELEMENTS[element], nbytes))
         page_format = _format(sections, tokens, page_bytes)

@@ -110,8 +110,8 @@ class TurnTokens:
         ssd: prompt tokens found in tiers below CPU memory, including shared tiers. Not part of
             ``cpu``.
         recomputed: computed prompt tokens.
-        lost: lower bound of the recomputed tokens that were in the context of the job's last turn:
-            the cost of evictions.
+        lost: recomputed tokens that were in the context of the job's last turn: the cost of
+            evictions. Up to eight blocks too low, because contexts are compared in such steps.
         new: prompt tokens beyond the context of the job's last turn.
         output: answer length.
     """
