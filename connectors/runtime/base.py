@@ -4,7 +4,8 @@ An adapter presents each request as a ``Request`` and the block pool as a ``Bloc
 engine's configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and
 ``WorkerHalf`` in the order that their modules document. The engine must also
 
-- call ``on_allocated`` again, with 0, after an async load, and ``refuse_restore`` if it raises;
+- call ``on_allocated`` again, with 0, after an async load, and ``refuse_restore`` if a call of it
+  raises;
 - call ``build_orders`` before ``num_computed_tokens`` rise, ``on_finished`` while a finished
   request still owns its blocks, and ``on_reports`` last;
 - rewind every request that uses a block from ``take_bad_blocks``, and discard its sampled tokens;
@@ -61,7 +62,8 @@ class Request(Protocol):
             the engine does not track this.
         outcome: the engine's name of its finish reason.
         priority: its client's priority, lowest first; unused unless ``EngineLimits.priorities``.
-        ready: True if it waits only for blocks, and for the number of running requests to fall.
+        ready: True if it waits only to be admitted, for blocks or for a place among the running
+            requests.
     """
 
     @property
@@ -134,8 +136,8 @@ class Request(Protocol):
         ...
 
     def extra_keys(self, start: int, block_size: int, blocks: int) -> Sequence[object] | None:
-        """Return that part of the identity of each of ``blocks`` consecutive blocks, for KV events;
-        None if no block has such a part.
+        """Return the extra key of each of ``blocks`` consecutive blocks, for KV events; None if no
+        block has one.
 
         Args:
             start: position of the first token of the first block.

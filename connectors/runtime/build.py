@@ -153,7 +153,7 @@ def _blocks_below(deps: Dependencies) -> float:
 def build_admission(
     deps: Dependencies, engine: EngineState, pages: Pages, gaps: OpenGaps, fit: PrefillFit
 ) -> AdmissionGroup:
-    """Build the components that allocate VRAM.
+    """Build the components that divide VRAM among requests and pins.
 
     Args:
         fit: estimates prefill times, seconds.

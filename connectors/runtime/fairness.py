@@ -2,9 +2,9 @@
 
 A request that has waited for the admission limit since it arrived is *overdue*. Until it is
 allocated blocks, no request that arrived later is admitted, and every pin is released if the
-overdue request needs its blocks. After a further ``TIERS_GRACE`` it no longer waits for pages of
-lower tiers. Preempted requests still precede it, as do requests of a higher priority if the engine
-admits requests by priority.
+overdue request needs its blocks. After a further ``TIERS_GRACE`` of the limit, it no longer waits
+for pages of lower tiers. Preempted requests still precede it, as do requests of a higher priority
+if the engine admits requests by priority.
 
 A client is a ``cache_salt`` or, without one, a job. While other clients wait, a client gets at most
 an equal share of the seats (the requests that the engine runs concurrently) and of the block pool.
@@ -157,8 +157,8 @@ class Fairness:
 
     @property
     def seniority_s(self) -> float:
-        """Longest time by which a later request may precede an earlier one if more requests wait
-        than may run, seconds."""
+        """Maximum time by which a request may have arrived later than a request that it precedes,
+        if more requests wait than may run; seconds."""
         return SENIORITY * self._max_wait_s
 
     def overdue_until(self) -> float:

@@ -125,8 +125,8 @@ class _Found:
     ended: Turn | None = None
 
     def is_mine(self, owner: Hashable) -> bool:
-        """Return True if a job or retention that has pages is the hint's own: the named job or, if
-        pages are named, any of the same scope."""
+        """Return True if ``owner``, a job or a retention, is the hint's own: the named job or, if
+        the hint names pages, any owner of the same scope."""
         key = owner.job if isinstance(owner, Retention) else owner
         assert isinstance(key, JobKey)
         return key.salt == self.salt if self.job is None else owner == self.job.key
@@ -438,7 +438,7 @@ class HintActions:
         for job in self._manager.open.jobs() if wanted else ():
             if scope is not None and job.salt != scope:
                 continue
-            if named and job.salt != best.salt:  # an operator's hashes of one scope
+            if named and job.salt != best.salt:  # an operator's hint acts on one scope only
                 continue
             if not self._left:
                 yield True
@@ -462,8 +462,8 @@ class HintActions:
     # -- helpers ----------------------------------------------------------------------------
 
     def _portions(self, items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
-        """Divide items into portions that this step and later steps allow. An empty portion means
-        that this step allows no further items."""
+        """Yield the items in portions, each as large as the current step still allows. An empty
+        portion means that the step allows no further items."""
         at = 0
         while at < len(items):
             part = items[at : at + self._left]
@@ -511,8 +511,8 @@ class HintActions:
         return made if isinstance(made, HintResult) else (yield from made)
 
     def _retain(self, hint: KvHint, found: _Found) -> HintResult:
-        """Add the pages to the eviction order as a context of its own, which is certain to be
-        needed before the retention ends."""
+        """Add the pages to the eviction order as a separate context, which is certain to be needed
+        before the retention ends."""
         slots, now = self._index.num_slots, self._clock()
         if not self._order.by_context or not slots:
             reason = "Retention needs CPU memory, and TIERED_KV_EVICTION=worth."
@@ -540,7 +540,7 @@ class HintActions:
         return _timed(hint, len(pages), ttl_s, clipped=clipped)
 
     def _pin(self, hint: KvHint, found: _Found) -> Carrying:
-        """Lease the job's pin, or a pin of its own for a hint that names pages. The pin is extended
+        """Lease the job's pin or, for a hint that names pages, a separate pin. The pin is extended
         by the leading pages whose blocks are still in VRAM."""
         pins, now, job = self._pins, self._clock(), found.job
         ttl_s, clipped = _ttl(hint, LONGEST_PIN_S)
@@ -561,7 +561,7 @@ class HintActions:
                 pinned = pins.lease(key, blocks[:most], lease, started_at)
         else:
             wanted = pinned = pins.lease(key, (), lease, started_at)
-            # Of other models the blocks at the end of the prompt are needed, and not known now.
+            # With windows or states, the blocks at the prompt's end are needed, and unknown now.
             pages = () if self._facts.narrow else found.pages
             taken, wanted = 0, max(pinned, len(pages))
             for part in self._portions(pages):
@@ -745,8 +745,8 @@ class HintActions:
         return in_use
 
     def _forget(self, keys: Sequence[PageKey], first: frozenset[PageKey]) -> None:
-        """Forget pages in CPU memory and in lower tiers; of tiers that other engines use too, not
-        those among ``first``."""
+        """Forget pages in CPU memory and in lower tiers. Tiers that other engines also use keep the
+        pages in ``first``."""
         self._index.forget_all(keys)
         for tier in self._pages.tiers.values() if keys else ():
             tier.forget([key for key in keys if key not in first] if tier.spec.shared else keys)

@@ -37,9 +37,9 @@ class HookErrors:
 
 
 def never_raises(fallback: Callable[[Any], Any]) -> Callable[[Hook], Hook]:
-    """Return a decorator of hooks. If a decorated hook raises, the decorator returns
-    ``fallback(self)``, the engine's behaviour without the connector, and calls the object's method
-    ``_hook_failed`` with the hook's name."""
+    """Return a decorator of hooks. If a hook raises, its wrapper calls the object's method
+    ``_hook_failed`` with the hook's name, and returns ``fallback(self)``, the engine's behaviour
+    without the connector."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)

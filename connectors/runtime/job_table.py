@@ -1,4 +1,4 @@
-"""Jobs: turns that belong together, and the hints given for them.
+"""Jobs, which are turns that belong together, and the records of jobs in the notebook.
 
 The notebook records jobs known to a previous engine: their number of turns and when they started. A
 job is recorded at the end of every turn. A job that its client names is looked up when its next
@@ -44,8 +44,9 @@ class PastPrompt:
         tokens: its length.
         blocks: number of its full blocks.
         block: hash of the last one.
-        start: tokens in these blocks.
-        rest: the tokens behind them, without the last ones, which a chat template may omit later.
+        start: number of tokens in these blocks.
+        rest: the tokens after these blocks, except the last few, which a chat template may omit
+            later.
         since: start of the gap after the turn, seconds.
     """
 
@@ -88,7 +89,7 @@ class Job:
     """A known job. Written by ``JobTable``.
 
     Attributes:
-        number: 1 for the first job; a job that was forgotten gets a new number.
+        number: 1 for the first job; a forgotten job that returns gets a new number.
         started_at: when its first turn arrived, or its first turn after the job was presumed to
             have ended; seconds on the scheduler's clock.
         first_blocks: number of blocks of its first prompt, which other jobs may share.

@@ -1,14 +1,14 @@
 """KV events for routers: which pages the tiers outside VRAM have, block by block.
 
-A router credits an engine for blocks whose tokens it knows, so a page is reported with its tokens
-and its parent once a request has named it. Names are kept for pages that some tier has or that are
-being saved.
+A router credits an engine for blocks whose tokens it knows, so a page is reported once a request
+has provided its *name*: its tokens and its parent. Names are kept for pages that some tier has or
+that are being saved.
 
 Events are derived from state, not queued: the indices report which pages may have changed, and
 ``take`` compares what the tiers have with what was reported last. So a page that changes often
 between two steps takes one entry, no change can be lost, and the entries are bounded by the names.
 If there are too many names, the oldest pages are reported as removed, which every consumer
-understands. A gap in the sequence or an AllBlocksCleared would also cost VRAM's credit.
+understands. A gap in the sequence or an AllBlocksCleared would also cost the credit for VRAM.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class KvEvents:
         return unnamed.keys() - absent if len(absent) < len(unnamed) else set()
 
     def _name(self, turn: Turn, group: int, blocks: Sequence[int]) -> None:
-        """Name pages of a turn, those that have no name yet."""
+        """Name those of a turn's ``blocks`` that have no name yet."""
         names, keys = self._names, turn.page_keys(group)
         if blocks and blocks[-1] >= len(keys):
             blocks = [block for block in blocks if block < len(keys)]
@@ -411,7 +411,8 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def make_events(deps: Dependencies, engine: EngineState, pages: Pages) -> KvEvents | None:
-    """Start observing pages. Returns None if the engine publishes no events, or moves no pages."""
+    """Start observing pages. Returns None if the engine publishes no events, if they are switched
+    off, or in observe mode."""
     consumer, observes = deps.config.events, deps.config.observes
     if not deps.facts.publishes_events or consumer is EventConsumer.OFF or observes:
         return None

@@ -100,7 +100,7 @@ class SchedulerHalf:
         pool: the engine's blocks; in observe mode, a simulated pool on top of them.
         turns: live requests.
         pages: components that keep pages.
-        admission: components that allocate VRAM.
+        admission: components that divide VRAM among requests and pins.
         gaps: components that decide between turns.
         snapshots: takes and restores snapshots of jobs, and forks jobs.
         kv_hints: carries out KV hints.
@@ -302,7 +302,7 @@ class SchedulerHalf:
                 self.admission.queue.ranks_changed = True
 
     def tokens_from_ssd(self, request_id: str) -> int:
-        """Return the number of tokens of a request's restore that were promoted from SSD."""
+        """Return the number of tokens of a request's restore that came from lower tiers."""
         turn = self.turns.by_id.get(request_id)
         return turn.source.ssd_tokens if turn is not None else 0
 

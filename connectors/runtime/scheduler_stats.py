@@ -63,7 +63,7 @@ class Stats:
         return self._counters.totals | self._kept()
 
     def _kept(self) -> dict[str, float]:
-        """Return the values since the start of the counters that the components keep themselves."""
+        """Return the totals of the counters that the components themselves keep."""
         gate, promoted, ranks = self._admission.gate, self._pages.index.promoted, self._facts.ranks
         return {
             "pages_evicted": self._pages.index.evictions,

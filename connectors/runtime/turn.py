@@ -86,7 +86,7 @@ class EndedGap:
             bound.
         kept: True if some tier was still meant to keep the context.
         saved: True if the context was saved outside VRAM.
-        superseded: pages of earlier contexts of the job that the prompt supersedes.
+        superseded: number of pages of earlier contexts of the job that the prompt supersedes.
     """
 
     context_tokens: int = 0
@@ -122,9 +122,9 @@ class Source:
 
 @dataclass(slots=True)
 class ObservedState:
-    """Tokens of the prompt that the connector would have saved an engine in observe mode, beyond
-    those that the engine finds in VRAM by itself. Written by ``observe.observation``; all 0 in an
-    engine that is managed.
+    """Tokens of the prompt that the connector would have kept from being recomputed, in addition to
+    tokens that the engine finds in VRAM by itself. Written by ``observe.observation``; all 0 unless
+    in observe mode.
 
     Attributes:
         looked_at: step in which the tiers were searched for these tokens; None before.
@@ -173,9 +173,10 @@ class RestoreState:
         broken: True if the last pieces of the restore did not arrive, until the turn resumes.
         promised: True from when the engine is told to wait for an async restore until the turn
             resumes.
-        failed: True if no page of that restore arrived, until the turn is allocated blocks again.
-        came_up: number of pages restored so far that had been promoted from a lower tier, for this
-            turn or before any turn used them.
+        failed: True if no page of the async restore arrived, until the turn is allocated blocks
+            again.
+        came_up: number of restored pages that no turn had used since they were promoted from a
+            lower tier.
     """
 
     hit: Hit | None = None
@@ -231,7 +232,7 @@ class TiersState:
     waited_s: float = 0.0
 
     def left_s(self, now: float) -> float | None:
-        """Return the time left of the wait for pages, seconds; None while it does not count."""
+        """Return the time left to wait for pages, seconds; None while no deadline is set."""
         return None if self.wait_until is None else self.wait_until - now
 
 
@@ -260,8 +261,8 @@ class PressureState:
     """State of the turn's need for blocks. Written by ``pins.pressure``.
 
     Attributes:
-        asked_at: step of the engine's last lookup at which it had free blocks for the turn; None if
-            it had none, or made no lookup.
+        asked_at: step in which the engine last looked the turn up; None before, or if the turn then
+            lacked blocks that were about to become free.
         restored_at: last step in which the turn's restore finished and nothing was scheduled.
     """
 
@@ -285,7 +286,7 @@ class StartState:
 @dataclass(slots=True)
 class PromotedState:
     """Pages promoted from lower tiers for the turn, whole or in pieces. Written by
-    ``lower_tiers.lower_tier``, which creates these orders.
+    ``lower_tiers.lower_tier``, which orders the promotions.
 
     Attributes:
         pages: number of these pages.
@@ -324,7 +325,7 @@ class Turn:
     freezing doubles the time to construct one.
 
     Attributes:
-        job: key of its job; None if the client named no job and none was inferred.
+        job: its job; None if the client named no job and none was inferred.
         number: 1 for the job's first turn.
         arrived_at: seconds on the scheduler's clock.
         gap: gap that the turn ended.

@@ -36,8 +36,8 @@ from tiered_kv.policies.distribution import Forecast
 from tiered_kv.policies.jobs.silence import ReturnRate, soon_chance
 
 LEAST_CHANCE, LEAST_SILENCE_S = 0.05, 30.0
-"""A job whose return is less probable, and that was silent for this long, is presumed to have ended
-until it returns."""
+"""A job that has been silent for ``LEAST_SILENCE_S`` seconds, and needs its blocks soon with a
+probability below ``LEAST_CHANCE``, is presumed to have ended until it returns."""
 SILENT_TIMES = 8.0
 """Without a forecast, a job is presumed to have ended after this many mean gaps
 (``TurnPace.gap_s``)."""
@@ -59,8 +59,8 @@ class ActiveJob:
         running: number of turns running now.
         blocks: unshared blocks of its context at the end of the current or last turn.
         shared: number of blocks that it found in VRAM when it started.
-        start: hash of the first block that the job shares with others, which is the same for these
-            jobs.
+        start: hash of its first block, which is the same for all jobs that share blocks with it;
+            empty if ``shared`` is 0.
         asked: when its last turn arrived, seconds.
         since: when its last finished turn ended, seconds.
         ended: unshared blocks of its context when its last turn ended.
@@ -84,7 +84,7 @@ class Scope:
 
     Attributes:
         silent: jobs that may have ended.
-        returns: record of how often such jobs return.
+        returns: record of how often the client's jobs return after a turn.
     """
 
     silent: dict[JobKey, ActiveJob] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Scopes:
 
 
 class SharedStarts:
-    """Jobs that begin with the same blocks, which are their *start*. The blocks of a start are
+    """Jobs that begin with the same blocks, which are their *start*. Each block of a start is
     counted for one of its jobs. Used on one thread."""
 
     def __init__(self) -> None:
@@ -169,8 +169,8 @@ class SharedStarts:
 
 
 COUNTED_S = 2e-4
-"""Seconds per job between two full counts, because counting a job takes microseconds. Changed jobs
-are counted again on every query."""
+"""Interval between two full counts, in seconds per job. Counting a job takes microseconds. Changed
+jobs are counted again on every query."""
 BOUND_SLACK = 1 + 1e-9
 """Factor by which upper bounds are increased, because they are sums of many changes and thus
 inexact."""
@@ -180,12 +180,12 @@ takes several queries of ``PART`` jobs each, so that no step waits for a whole c
 
 
 class ActiveJobs:
-    """Demand for blocks of every job, from its first blocks to its end, and of all jobs together.
-    Used on one thread.
+    """Projects how many blocks each job needs, from its admission to its end, and how many all jobs
+    need together. Used on one thread.
 
     Args:
         slots: number of pages that CPU memory holds.
-        gap_forecast: returns the forecast of the gap of a job between turns; None without one.
+        gap_forecast: returns the gap forecast of a job that is between turns; None without one.
         clock: monotonic seconds.
 
     Attributes:
@@ -330,9 +330,9 @@ class ActiveJobs:
         return True
 
     def _chances(self, jobs: Iterable[JobKey], now: float) -> dict[JobKey, float]:
-        """Return the chance of each of these active jobs to need its blocks soon. Jobs that may
-        have ended become dormant, because clients may leave without notice. Pins of such jobs
-        become the first to be released."""
+        """Return the chance that each of these active jobs needs its blocks soon. Jobs that may
+        have ended become dormant, because clients may leave without notice, and their pins become
+        the first to be released."""
         chances = {key: self._chance(key, self._members[key], now) for key in jobs}
         for key in [key for key, chance in chances.items() if chance < LEAST_CHANCE]:
             self._pins.devalue(key)

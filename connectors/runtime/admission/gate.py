@@ -2,8 +2,8 @@
 
 A new job waits until its working set, together with the working sets of the active jobs, fits into
 VRAM, CPU memory or a lower tier. It does not wait while the engine is idle, nor beyond the
-admission limit. It does not wait either if recomputing the contexts that it displaces costs the
-other requests less time than a turn and its gap take. A turn is *new* until a turn of its job has
+admission limit. Nor does it wait if recomputing the contexts that it displaces costs the other
+requests no more time than a turn and its gap take. A turn is *new* until a turn of its job has
 been allocated blocks. A job that has started is never held back.
 """
 
@@ -55,7 +55,7 @@ class Room:
 
 def may_wait(waited_s: float, longest_s: float, *, idle: bool) -> bool:
     """True if a turn may be held back. It may not if no other turn runs whose end would free space,
-    or if it has waited for the limit.
+    or if it has already waited for ``longest_s``.
 
     Args:
         longest_s: the limit, seconds.
@@ -77,9 +77,9 @@ def is_settled(refused_s: float, *, changed: bool) -> bool:
 def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
     """True if a new job fits.
 
-    Either VRAM has space for the blocks needed at the same time, and VRAM or CPU memory has space
-    for all blocks. Or CPU memory or the lower tier has space for all blocks, from where they are
-    restored.
+    It fits if CPU memory or the lower tier has space for all blocks, from where they are restored.
+    It also fits if VRAM has space for the blocks needed at the same time, and VRAM or CPU memory
+    has space for all blocks. Without CPU memory, only the blocks needed at the same time count.
 
     Args:
         peak: projected peak of VRAM blocks of all jobs, including the new one.
@@ -117,7 +117,7 @@ class Admission:
     Args:
         max_wait_s: time after which a job is admitted even if it does not fit, seconds.
         room: capacity of each tier, including blocks in use.
-        gap_forecast: returns the forecast of the gap of a job between turns; None without one.
+        gap_forecast: returns the gap forecast of a job that is between turns; None without one.
         job_forecast: forecasts the remaining course of jobs.
         fit: estimates prefill times, seconds.
         counts: False if admission control is off: no job is counted or held back.
@@ -196,7 +196,7 @@ class Admission:
             self.overcommit.returned((whole - lost) / pool, lost / pool)
 
     def on_joined(self, turn: Turn) -> None:
-        """Record that another turn of the turn's job was admitted, which started the job."""
+        """Record that the turn's job has started, because another of its turns was admitted."""
         self._changed = True
         turn.hold.new = False
         self.held.discard(turn.request_id)
@@ -276,8 +276,8 @@ class Admission:
         self._changed = True
 
     def _fits(self, need: JobDemand, salt: str) -> bool:
-        """True if a new job fits, or if displacing other contexts costs the other requests less
-        than the job's own wait would."""
+        """True if a new job fits, or if recomputing the contexts that it displaces costs the other
+        requests no more time than a turn and its gap take."""
         if self._room.share != self.overcommit.share:
             self._room = replace(self._room, share=self.overcommit.share)
         room = self._room

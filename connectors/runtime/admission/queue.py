@@ -29,9 +29,9 @@ MOST_HELD_IN_QUEUE = 8
 """Maximum number of new jobs held back in the engine's own queue, because the engine looks up the
 prefix of each such job in every step."""
 MOST_LET_IN = 64
-"""Maximum number of held-back jobs that are admitted in one step to hold back others in their
-place. Beyond it, new jobs are not held back in this step, because the engine stops at the first
-request that finds no blocks."""
+"""Maximum number of jobs that one step admits because ``MOST_HELD_IN_QUEUE`` newer ones are held
+back. Beyond it, that step holds back no further jobs, because the engine stops at the first request
+that finds no blocks."""
 TIGHT_TOKENS = 4096
 """Free space, in tokens, below which the order of preemption matters, because the prefills of one
 step may need that much. One block per running request is needed in addition."""
@@ -91,8 +91,8 @@ class JobQueue:
         return turn is None or self._lets_all_in or self._admission.lets_overdue_in(turn)
 
     def holds_in_queue(self, turn: Turn, step: int) -> bool:
-        """True if the engine must ask again later whether to run a new job's turn. A few such jobs
-        may stay in the engine's queue.
+        """True if the engine must ask again later whether to run a new job's turn. At most
+        ``MOST_HELD_IN_QUEUE`` new jobs stay in the engine's queue.
 
         Args:
             step: number of the engine's step.
@@ -150,8 +150,8 @@ class JobQueue:
         return sorted(ranks, key=ranks.__getitem__)
 
     def _blocks_by_salt(self, salts: set[str]) -> dict[str, float]:
-        """Return the number of blocks of the jobs of each parked request's salt; empty with fewer
-        than two salts, because then only the arrival matters."""
+        """Return the number of blocks that the jobs of each non-empty salt in ``salts`` have;
+        empty for fewer than two salts, because then only the order of arrival matters."""
         self._salts = salts
         if len(salts) < 2:
             return {}

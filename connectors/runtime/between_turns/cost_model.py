@@ -1,5 +1,5 @@
-"""Current costs of each tier on this engine, on which every decision is based, and the timer of
-prefills."""
+"""Current costs of each tier on this engine, on which every decision is based, and the prefill
+timer."""
 
 from __future__ import annotations
 

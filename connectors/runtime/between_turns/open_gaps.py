@@ -46,8 +46,8 @@ class PrefixSketch:
 
 
 class Retention(NamedTuple):
-    """Key of a retained context in the eviction order. The contexts of jobs have the keys of the
-    jobs.
+    """Key of a retained context in the eviction order. A job's own entry in that order has its
+    ``JobKey``.
 
     Attributes:
         job: the job whose context is retained; its name is empty if the hint named only pages.
@@ -72,9 +72,8 @@ class OpenGap:
         sketch: sketch of the context.
         save: order after which all pages are in CPU memory; None if they already are.
         since: when the turn ended, seconds on the scheduler's clock.
-        news_at: time of the gap's last decision, from which the decision's times count: the start
-            of the gap, the start of the first child, the end of the last child, or a client's
-            revision.
+        news_at: time from which the times of the gap's last decision count: the start of the gap,
+            the start of the first child, the end of the last child, or a client's revision.
         learned: if a client revised the gap, the turn's end and the time from which the policy
             learns the gap's length, because a revision must not be learned as a shorter gap;
             otherwise None.

@@ -92,8 +92,8 @@ class RecentDecisions:
 
 
 SPARE_ENTRIES = 64
-"""Number of stale heap entries that are tolerated beyond one per expected job. The time that a
-client names may be days ahead."""
+"""Number of stale heap entries that are tolerated beyond one per expected job. They would otherwise
+stay until they are due, and the time that a client names may be days ahead."""
 
 
 class PrefetchQueue:
@@ -123,8 +123,8 @@ class PrefetchQueue:
         self._keys.pop(job, None)
 
     def take(self, until: float) -> list[tuple[JobKey, float, Sequence[PageKey]]]:
-        """Remove the contexts that are due until ``until``, and return them in order of time: for
-        each, its job, time and pages."""
+        """Remove the contexts that are due by ``until``, and return the job, due time and pages of
+        each, earliest first."""
         taken = []
         while self._heap and self._heap[0][0] <= until:
             due, job = heapq.heappop(self._heap)
@@ -190,8 +190,8 @@ class KvPlacement:
         """Decide where the KV of a finished turn is kept.
 
         Args:
-            away: True if the job's gap opens: no other turn of the job is running, and this turn
-                got as far as having KV.
+            away: True if the job's gap opens: the job is not over, no other turn of it is running,
+                and this turn got as far as having KV.
         """
         costs = self._cost_model.costs(end.context_tokens, end.job)
         decision = self._policy.decide(end, costs)
@@ -209,8 +209,8 @@ class KvPlacement:
         return gap
 
     def revise(self, request_id: str, tool: ToolUse) -> OpenGap | None:
-        """Decide again after the turn's tool call was read. Returns the turn's gap; None if it was
-        closed."""
+        """Decide again after the turn's tool call was read, unless the client has revised the gap
+        meanwhile. Returns the turn's gap; None if it was closed."""
         gap = self._gaps.take_unread(request_id)
         if gap is None:
             return None
@@ -290,7 +290,7 @@ class KvPlacement:
         if job is None or forecast is None or not (pages := self.pages(gap)):
             return False
         page_s = gap.costs.recompute_s / len(pages)
-        # Most clients never declare a job over, and the tail of a forecast alone never gives up.
+        # Most clients never declare a job over, and a forecast assumes that the job returns.
         forecast = forecast.scaled(self._goes_on(job))
         self._order.on_gap_begun(job, pages, forecast, gap.news_at, page_s)
         return True
@@ -328,8 +328,8 @@ class KvPlacement:
 
 
 IDLE_AHEAD_S = 3600.0
-"""Time for which an engine that becomes idle promotes due contexts in advance, seconds. During this
-time, possibly no hook runs."""
+"""How far in advance an engine that becomes idle promotes contexts, seconds. Possibly no hook runs
+during that time."""
 
 
 class Arrival(NamedTuple):
@@ -348,7 +348,7 @@ class TurnEnds:
     """Jobs, and the KV of each job between its turns.
 
     Attributes:
-        jobs, responses: known jobs, also by their last responses.
+        jobs, responses: known jobs, by key and by their last responses.
         open: open gaps of jobs.
         prefetch: contexts in lower tiers that are to be promoted in time.
         decided: recent final decisions.
@@ -427,7 +427,7 @@ class TurnEnds:
             sketch = PrefixSketch.of(request.block_hashes)
             shared = gap.sketch.common_blocks(sketch)
             if not shared and gap.sketch.hashes and sketch.hashes:
-                self._pins.release(key, PinEnd.RETURNED)  # another text must not wait for it
+                self._pins.release(key, PinEnd.RETURNED)  # a different prompt must not wait for it
         decision = gap.decision
         in_vram = decision.tier is Tier.PIN and gap.pinned > 0 and gap_s < decision.ttl_s
         kept = in_vram or (gap.saved and decision.tier is not Tier.DROP)
@@ -435,11 +435,11 @@ class TurnEnds:
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved, superseded))
 
     def _supersede(self, job: Job, request: Request) -> int:
-        """Supersede the contexts that a job had left before the end of the turn that this prompt
+        """Supersede the contexts that a job had left by the end of the turn that this prompt
         extends. Returns the number of their pages.
 
         A request for a title or a classification leaves the conversation as a compaction does, but
-        the client then returns to it. Only a second turn shows that the conversation has moved.
+        the client then returns to it. Only a second turn shows that the job has moved on.
         """
         extended = [past for past in job.prompts if past.extended_by(request)]
         if not extended:
@@ -451,7 +451,7 @@ class TurnEnds:
         return len(pages)
 
     def _child_began(self, child: Job) -> None:
-        """Decide again where the context of a child's parent waits."""
+        """Decide again where the context of a child's parent is kept."""
         parent = child.parent
         assert parent is not None
         gap = self._placement.on_child_began(parent, child.key)
@@ -493,7 +493,7 @@ class TurnEnds:
         Args:
             end: the end of its last turn. It is marked as aborted, because the time that the job
                 was away must not be learned as a gap.
-            named: a request of its context that never runs.
+            named: a request that never runs, with the job's context as its tokens.
             pages: pages of the context, first to last.
         """
         assert end.job is not None
@@ -641,7 +641,7 @@ class TurnEnds:
             self._send_down(gap)
 
     def _on_answered(self, job: Job, pages: Sequence[PageKey]) -> None:
-        """Handle an answer without a tool call. If the job is a child, it then waits for nothing.
+        """Handle an answer without a tool call, which ends the job if it is a child.
 
         Args:
             pages: pages of the job's context.
@@ -651,7 +651,8 @@ class TurnEnds:
             self._child_over(job)
 
     def _child_over(self, child: Job) -> None:
-        """Expect the parent of a child that ended immediately, and promote the parent's context."""
+        """Handle the end of a child. If its parent waited for no other child, expect the parent's
+        next turn now, and promote the parent's context."""
         parent = child.parent
         gap = self._placement.on_child_ended(parent, child.key) if parent is not None else None
         if parent is None or gap is None:

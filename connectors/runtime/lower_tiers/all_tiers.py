@@ -1,6 +1,6 @@
 """The tiers below CPU memory: operations that concern all of them.
 
-A demoted page goes to every tier of this engine's own. Tiers shared between engines receive the
+A demoted page goes to each of this engine's own tiers. Tiers shared between engines receive the
 pages that other engines may need. A page is promoted from the fastest tier that has it: see
 ``promotions``.
 """
@@ -41,8 +41,8 @@ class TierTotals(NamedTuple):
 
 @dataclass(slots=True)
 class _Contexts:
-    """Contexts that wait for a save: the pages of each context, and the total number ``pages`` of
-    their pages."""
+    """Contexts that wait for a save: the page keys of ``each`` context, and the total number of
+    ``pages``."""
 
     each: list[Sequence[PageKey]] = field(default_factory=list)
     pages: int = 0
@@ -107,7 +107,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
             self._share(keys)
 
     def supersede(self, keys: Sequence[PageKey]) -> None:
-        """Evict these pages first in every tier of this engine's own, unless they are used."""
+        """Evict these pages first in each of this engine's own tiers, unless they are used."""
         for tier in self.own:
             tier.supersede(keys)
 
@@ -141,7 +141,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
 
     def drop_saves(self, saves: Sequence[OrderId]) -> None:
         """Exclude the slots of these saves from flushes, because their blocks were released during
-        the copy. Drops all pages that wait for a save, sent or not."""
+        the copy. Also forgets all pages that wait for a save, whether the save was sent or not."""
         for tier in self._tiers.values():
             tier.invalidate(saves)
         self._after_save.clear()

@@ -34,7 +34,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque()
-        self._taken = 0  # pages taken of the first context
+        self._taken = 0  # number of pages of the first context already taken
         self._pages = 0
 
     def __len__(self) -> int:
@@ -109,11 +109,11 @@ class LookAhead:
         Args:
             free: number of free slots.
             num_slots: total number of slots.
-            taken: slots taken so far.
+            taken: slots allocated so far, slots of evicted pages included.
             looked_at: value of ``taken`` at the last search.
-            ahead: pages demoted in advance so far. No further pages are demoted in advance if this
-                number exceeds ``taken``; otherwise a store smaller than the look-ahead would be
-                rewritten over and over.
+            ahead: pages demoted in advance so far. No further pages are demoted in advance once
+                this number reaches ``taken``; otherwise a store smaller than the look-ahead would
+                be rewritten over and over.
         """
         roomy = free > num_slots // 2
         return not (roomy or taken - looked_at < self.window // 8 or ahead >= taken)
@@ -141,9 +141,9 @@ def last_flush(
 
 
 FIRST_DOUBT_S, LONGEST_DOUBT_S = 1.0, 16.0
-"""Time for which a tier that sent no replies, or bad pages, is not queried: the first time, and its
-maximum, seconds. The time doubles with each further failure. After that time, one turn queries the
-tier again, whose first token may be delayed by a tenth in vain."""
+"""Time for which a tier that sent no replies, or bad pages, is not queried: initial value and
+maximum, seconds. The time doubles with each further failure. After it, one turn queries the tier
+again, which may delay that turn's first token by a tenth for nothing."""
 ONE_STALL_S = 1.0
 """Late replies within this time, in seconds, count as one incident. The cause may be a busy
 machine. The tier stays trusted, because its turns waited only for hundredths of a second."""
@@ -197,5 +197,5 @@ class Doubt:
             self._next_s = min(2 * self._next_s, LONGEST_DOUBT_S)
 
     def worked(self) -> None:
-        """Record that the tier returned the requested pages."""
+        """Record that the tier answered a lookup in time, or returned the requested pages."""
         self._next_s, self._late_at = FIRST_DOUBT_S, None

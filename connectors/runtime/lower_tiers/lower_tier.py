@@ -50,7 +50,7 @@ _SHARED_EVENTS = {
     "demotion_seconds": "share_seconds",
     "demotion_failures": "share_failures",
 }
-"""Event names of a shared tier that differ from those of an engine's own tier."""
+"""Event names of a shared tier, by the names that the same events of an engine's own tier have."""
 
 
 logger = logging.getLogger(__name__)
@@ -110,9 +110,9 @@ class LowerTier:
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
         pages = None if spec.capacity_bytes is None else spec.capacity_bytes // self.page_bytes
         self._look_ahead = LookAhead.of(self._index.num_slots, pages)
-        self._looked_at = -self._look_ahead.window  # number of slots taken by then
+        self._looked_at = -self._look_ahead.window  # slots allocated by the last search
         self._ahead = 0  # number of pages demoted in advance
-        self._spared = 0  # number of pages that evictions had passed over then
+        self._spared = 0  # pages passed over by evictions, as of the last search
         self._expected_bandwidth = self.pages.bandwidth
         self._pause_until = 0.0
         self._pause_s = FIRST_PAUSE_S
@@ -170,8 +170,9 @@ class LowerTier:
 
     @property
     def answers(self) -> bool:
-        """False while the tier is not to be used: if the store has not finished an order that its
-        turn gave up long ago, or if a tier to which other engines also write is in doubt."""
+        """False while the tier is not to be used: if it cannot have this engine's pages, if the
+        store has not finished an order that its turn gave up long ago, or if a tier to which other
+        engines also write is in doubt."""
         now = self._clock()
         if not self._serves or self._doubt.rules(now):
             return False
@@ -190,11 +191,11 @@ class LowerTier:
     def ask(
         self, keys: Sequence[PageKey], context: Sequence[PageKey], deadline_s: float
     ) -> OrderId | None:
-        """Queue a lookup in the stores of those pages that are of this group. Returns the order;
-        None if the local index already has the answer for each of them.
+        """Query the stores for the pages of this group among ``keys``. Returns the id of the queued
+        lookup; None if the local index already has the answer for each of these pages.
 
         Args:
-            context: the pages and those before them in their context, from the start of a run.
+            context: the pages, and earlier pages of their context back to the start of a run.
         """
         order = self._book.plan_lookup(self.store, self._mine(keys), deadline_s)
         if order is None:
@@ -400,8 +401,8 @@ class LowerTier:
                 self._reclaims.answer(rank, report.proposal)
 
     def forget(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages that no job needs any more, also in the stores. None of them may be in a
-        demotion."""
+        """Forget pages that no job needs any more, here and in the stores. None of them may be
+        in an unfinished demotion."""
         mine = self._mine(keys)
         self.pages.index.discard(mine)
         self._released += mine
