@@ -192,7 +192,7 @@ def build_gaps(
     gaps: OpenGaps,
     prefills: PrefillTimer,
 ) -> GapGroup:
-    """Build the components that decide between turns.
+    """Build the components that work between turns.
 
     Raises:
         ConfigError: the trace cannot be written.

@@ -241,9 +241,9 @@ class Fairness:
         return self._changed and self._crowding > 0 and len(self._clients) > 1
 
     def over_share(self, waiting: Iterable[str]) -> Mapping[str, tuple[float, float]]:
-        """Rank the waiting requests that would take their clients over an equal share. Requests of
-        the client with the smallest excess come first; if excesses are equal, those of the client
-        whose last admission was earliest.
+        """Rank the waiting requests that would take their clients over an equal share, except
+        overdue requests. Requests of the client with the smallest excess come first; if excesses
+        are equal, those of the client whose last admission was earliest.
 
         Args:
             waiting: the requests in the order in which the engine would admit them.

@@ -686,7 +686,7 @@ class HintActions:
 
     def _release(self, hint: KvHint, found: _Found) -> Carrying:
         """Finish the job, and delete its pages in all tiers, except pages that other contexts or
-        pins have. Pages in use are deleted once they are no longer used."""
+        pins have. Pages in use are deleted if their use ends within ``PATIENCE_S``."""
         job, first = found.job, frozenset[PageKey]()
         if job is None:
             self._end_retention(_retention(found))

@@ -101,7 +101,7 @@ class SchedulerHalf:
         turns: live requests.
         pages: components that keep pages.
         admission: components that divide VRAM among requests and pins.
-        gaps: components that decide between turns.
+        gaps: components that work between turns.
         snapshots: takes and restores snapshots of jobs, and forks jobs.
         kv_hints: carries out KV hints.
         events: KV events of the tiers outside VRAM; None unless the engine publishes events.
@@ -315,8 +315,9 @@ class SchedulerHalf:
             self.pages.restores.withdraw(turn)
 
     def release_for_running(self) -> bool:
-        """Release a pin because a running request lacks blocks. Returns False if a request must be
-        preempted instead, which is always the case in observe mode, where pins hold no blocks."""
+        """Release a pin because a running request lacks blocks, unless blocks are about to become
+        free. Returns False if a request must be preempted instead, as always in observe mode, where
+        pins hold no blocks."""
         return self.observation is None and self.admission.pressure.for_running(self.step)
 
     # -- every step ---------------------------------------------------------------

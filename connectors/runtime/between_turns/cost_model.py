@@ -50,8 +50,8 @@ class CostModel:
         self._jobs = jobs
 
     def on_admitted(self, turn: Turn) -> None:
-        """Record how long an admitted turn, whose KV had left VRAM, was queued, and how much of its
-        KV outside VRAM still existed."""
+        """Record how long an admitted turn was queued, and how much of its KV outside VRAM still
+        existed. Ignores turns whose KV had stayed in VRAM."""
         unit, in_vram = self._engine.facts.hit_tokens, turn.vram_tokens
         # The last token is always computed, because its logits are needed.
         had = min(turn.pages.shared_tokens, turn.request.num_prompt_tokens - 1)

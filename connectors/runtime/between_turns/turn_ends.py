@@ -540,8 +540,8 @@ class TurnEnds:
         return self._log.turn(turn, gap)
 
     def _found_by_others(self, turn: Turn) -> int:
-        """Return the number of pages at the start of a first turn that other jobs had computed, and
-        that further jobs may use; 0 if the turn is not the first of its job."""
+        """Return the number of pages at the start of a job's first turn that other jobs had
+        computed, and that further jobs may use; 0 for later turns, and with windows or states."""
         if turn.number > 1 or self._facts.narrow:
             return 0
         return (turn.source.vram_tokens + turn.source.cpu_tokens) // self._facts.block_size
