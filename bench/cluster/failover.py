@@ -19,7 +19,7 @@ from .faults import ANSWER, LOOKUPS_S, SLACK_S, longer, waits
 from .replicas import Replica
 
 SETTLED_S = 1.0
-"""Time after the promotion after which turns count for ``remote_share``, seconds."""
+"""Turns that start at least this long after the promotion count for ``remote_share``, seconds."""
 MOVE_S = 0.2
 """Pause between two moves of a slot, seconds."""
 POLL_S = 0.02
