@@ -60,7 +60,7 @@ def changing(cluster: ValkeyCluster, lost: ValkeyServer) -> Iterator[Changes]:
             for slot in slots:
                 if over.wait(MOVE_S):
                     return
-                # During the failover nodes may refuse commands. The slot is moved the next time.
+                # During the failover, nodes may refuse commands. The next pass moves the slot.
                 with suppress(OSError, ServerError):
                     if not (source := cluster.owner(slot)).answers:
                         continue

@@ -112,7 +112,7 @@ def replicas(
 
 @contextmanager
 def started(options: Sequence[ServerOptions], folder: Path) -> Iterator[list[Replica]]:
-    """Start servers concurrently, and stop them when the block ends. Each has a trace.
+    """Start servers concurrently, and stop them when the block ends. Each writes a trace.
 
     Args:
         folder: folder of the logs.

@@ -85,7 +85,7 @@ class Size:
         rounds: number of paired rounds of the two kinds of events; random and sticky placement get
             half as many.
         load: jobs of a round.
-        vram: length of each server's KV pool.
+        vram: size of each server's KV pool.
         killed: a quarter of the number of jobs that run on both servers before one is killed.
     """
 
