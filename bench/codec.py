@@ -41,8 +41,8 @@ Pages = list[Bytes]
 
 
 def prose(model: Path, tokens: int) -> list[int]:
-    """Return ``tokens`` token ids from the part of Python's reference manual that ``help()`` ships
-    with.
+    """Return ``tokens`` token ids from the part of Python's reference manual that ships with
+    ``help()``.
     """
     from pydoc_data.topics import topics
 
@@ -168,7 +168,7 @@ def compare(training: Pages, pages: Pages, element: ElementType) -> Result:
 
 
 def measure(model: Path, tick: Tick) -> dict[str, Result]:
-    """Measure all dtypes. Returns the figures of each by its name."""
+    """Measure all dtypes. Returns the figures of each dtype by its name."""
     bf16 = real_pages(model, "bfloat16")
     tick("bf16 pages")
     fp16 = real_pages(model, "float16")

@@ -5,7 +5,8 @@ The format is detected from the file's content, not from its name:
 - coding-agent sessions (JSON lines with ``reqs``): a gap is included if both of its ends were
   recorded. The sessions name no tools. After an answer without a tool call (``end_turn``), the gap
   is the wait for a person, which a server can detect from the answer. Otherwise the tool is
-  unknown. Sub-agents are separate sessions in their parent's fold. Copies (``dup``) are left out.
+  unknown. Sub-agents are separate sessions in their parent's cross-validation fold. Copies
+  (``dup``) are left out.
 - request logs (JSON lines with ``session_id``, ``timestamp``, ``input``, ``output``): gaps run from
   request to request, so they include both model time and tool time. The tool is parsed from the
   answer, and a token is assumed to have four characters.

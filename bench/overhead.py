@@ -46,8 +46,8 @@ CONTESTANTS: Mapping[str, dict[str, Any] | None] = {
 
 
 def ratios(rounds: list[Times], period: int) -> tuple[float, float]:
-    """Return the ratio of connector to stock, and the ratio of stock to stock, as the larger over
-    the smaller.
+    """Return the connector's time over the mean time of the two stock variants, and the larger of
+    these two times over the smaller.
 
     Time that recurs every ``period`` samples is a cost of the connector, and time that occurs once
     is noise, so each phase of the period contributes its median. Phases and rounds are summed.

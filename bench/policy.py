@@ -208,7 +208,7 @@ def cases(sources: Mapping[str, Sequence[Session]]) -> Iterator[tuple[str, bool,
 def measure(
     sources: Mapping[str, Sequence[Session]], label: Label, tick: Callable[[str], None]
 ) -> dict[str, list[Row]]:
-    """Return all rows.
+    """Return ``rows`` and ``against``; see the module docstring.
 
     Args:
         label: returns the fold that tests a session.

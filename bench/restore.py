@@ -65,7 +65,7 @@ SOURCES = {
     "ssd": SSD,
     "ssd_after_restart": SSD,
 }
-"""Names that the connector gives the number of tokens from each source."""
+"""For each type of request, the connector's name for the number of tokens from its source."""
 
 
 # -- the client and its texts --------------------------------------------------------------

@@ -274,7 +274,7 @@ class Watched:
         self.step()
 
     def until_restored(self) -> None:
-        """Step until all restores have finished, and withhold the workers' reports until then."""
+        """Run 200 steps, so that all restores finish, and withhold the workers' reports of them."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         worker = self.rig.worker

@@ -174,7 +174,7 @@ class CpuSide:
 
 
 class CudaSide(CpuSide):
-    """The CUDA backend, compared with one pinned copy. The storage is in VRAM, and the pool is
+    """The CUDA backend, compared with one contiguous copy. The storage is in VRAM, and the pool is
     pinned.
 
     Args:

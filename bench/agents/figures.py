@@ -12,7 +12,7 @@ from .paired import PairedRatio
 from .results import JobDone, Kept, Run, TurnDone
 
 BUSY_CORES = 0.15
-"""Mean number of cores used by other programs above which the results contain a note."""
+"""If other programs used more cores than this on average, the results contain a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Compared:
         mean, p90, p95: ratios of completion times.
         ttft: ratio of mean times to first token.
         tpot: ratio of mean times per output token; None if a server does not stream its answers.
-        tokens_per_s: ratio of the rates of prompt and answer tokens, each over the whole run.
+        tokens_per_s: ratio of throughputs, prompt and answer tokens per second of the whole run.
     """
 
     rounds: tuple[float, ...]

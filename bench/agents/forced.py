@@ -1,6 +1,6 @@
 """A logits processor that forces recorded answers. It runs inside vLLM.
 
-    --logits-processors bench.agents.forced:ForcedTokens
+    --logits-processors tiered_kv.bench.agents.forced:ForcedTokens
 
 A request whose ``vllm_xargs`` contain ``{"forced_tokens": [id, ...]}`` is answered with these ids.
 After the last id, the model generates its own tokens. The model runs as usual; only the sampled

@@ -16,7 +16,8 @@ class TurnDone:
         ttft_s: time from sending to the first token.
         latency_s: time from sending to the last token.
         cached_tokens: prompt tokens that vLLM reports as cached in VRAM or by a connector.
-        sources: prompt tokens by tier (vram, cpu, ssd, recomputed), if the server reports them.
+        sources: prompt tokens by tier (vram, cpu, ssd, recomputed), from the connector's trace;
+            empty without a trace.
         tokens: token ids of the answer.
         logprobs: raw logprobs of those tokens; empty unless requested.
         text: text of the answer.
@@ -67,8 +68,8 @@ class Run:
         server: name of the server in the results.
         load: name of the load; ``jobs_per_s`` is its arrival rate.
         round: 0 for the first.
-        flags: server flags.
-        versions: package versions. Both are empty for a server that was already running.
+        flags, versions: server flags and package versions; empty for a server that was already
+            running.
         cpu_s: processor time of the server during the run.
         rss_bytes: resident memory of the server at the end.
         agents: sub-agents as separate jobs. The times of their parent jobs include them.

@@ -29,7 +29,8 @@ class Ledger:
             ``runs-before``, and the old contents of ``runs-before`` are deleted.
 
     Raises:
-        RunFileError: with ``resume``, the existing runs have another plan.
+        RunFileError: with ``resume``, the existing runs have another plan, or one that cannot be
+            read.
     """
 
     def __init__(self, folder: Path, plan: Mapping[str, object], *, resume: bool) -> None:

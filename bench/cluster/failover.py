@@ -19,7 +19,7 @@ from .faults import ANSWER, LOOKUPS_S, SLACK_S, longer, waits
 from .replicas import Replica
 
 SETTLED_S = 1.0
-"""Time after the promotion after which turns count for ``remote_share``, seconds."""
+"""Turns that start at least this long after the promotion count for ``remote_share``, seconds."""
 MOVE_S = 0.2
 """Pause between two moves of a slot, seconds."""
 POLL_S = 0.02
@@ -60,7 +60,7 @@ def changing(cluster: ValkeyCluster, lost: ValkeyServer) -> Iterator[Changes]:
             for slot in slots:
                 if over.wait(MOVE_S):
                     return
-                # During the failover nodes may refuse commands. The slot is moved the next time.
+                # During the failover, nodes may refuse commands. The next pass moves the slot.
                 with suppress(OSError, ServerError):
                     if not (source := cluster.owner(slot)).answers:
                         continue

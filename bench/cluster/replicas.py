@@ -21,8 +21,8 @@ STEPS = ("--max-num-batched-tokens", "256")
 """Maximum tokens per step. The connector's orders and reports travel with the engine's steps, and
 one core computes 256 tokens in half a second."""
 QUIET_POLLS = 10
-"""Number of consecutive polls without a change after which a counter counts as settled. The polls
-take longer than a second, after which an unanswered write is retried."""
+"""Number of consecutive polls without a change after which a counter counts as settled. Together
+they take more than a second, the time after which an unanswered write is retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def replicas(
 
 @contextmanager
 def started(options: Sequence[ServerOptions], folder: Path) -> Iterator[list[Replica]]:
-    """Start servers concurrently, and stop them when the block ends. Each has a trace.
+    """Start servers concurrently, and stop them when the block ends. Each writes a trace.
 
     Args:
         folder: folder of the logs.

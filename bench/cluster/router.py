@@ -1,9 +1,9 @@
 """vLLM's router in front of replicas: where jobs go, how long they take, and a replica that dies.
 
-Prompts are texts, because the router gives no credit to token ids. Three pairs of servers run: one
-publishes the connector's KV events next to vLLM's, one publishes only vLLM's, and one has a shared
-store. Each server has one core. The router is ``scripts/install-peers``'s. Its ``kv_aware`` policy
-gets no job id, so that only events can tell it where a context is.
+Prompts are texts, because the router ignores cached blocks for token ids. Three pairs of servers
+run: one publishes the connector's KV events next to vLLM's, one publishes only vLLM's, and one has
+a shared store. Each server has one core. ``scripts/install-peers`` installs the router. Its
+``kv_aware`` policy gets no job id, so that only events can tell it where a context is.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ LOAD = Load(
     gap_limit_s=5.0,
     apart_s=5.0,
 )
-"""Jobs of a round. A server's VRAM holds one context and a half, and servers are busy for less than
-half of the time, because the router sends jobs of a busy server elsewhere, whatever it holds."""
+"""Jobs of a round. A server's VRAM holds one and a half contexts. Servers are busy for less than
+half of the time, because the router sends jobs of a busy server elsewhere, whatever KV it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,8 @@ class Size:
         rounds: number of paired rounds of the two kinds of events; random and sticky placement get
             half as many.
         load: jobs of a round.
-        vram: length of each server's KV pool.
-        killed: number of jobs of the server that is killed.
+        vram: size of each server's KV pool.
+        killed: a quarter of the number of jobs that run on both servers before one is killed.
     """
 
     returning: int = 40
@@ -129,7 +129,7 @@ class Pair:
         words = ["--policy", POLICIES.get(policy, policy), *HEALTH]
         if POLICIES.get(policy) == "kv_aware":
             words += ["--kv-event-model", MODEL_NAME, "--kv-event-block-size", str(BLOCK)]
-            # Without a source the router does not start, so it gets ports that nobody serves.
+            # Without a source the router does not start, so it gets ports without a server.
             ports = [free_port() for _ in urls] if policy == NONE else self.events
             for url, port in zip(urls, ports, strict=True):
                 words += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{port}"]
@@ -143,17 +143,17 @@ POLICIES: Mapping[str, str] = {
     NONE: "kv_aware",
     STICKY: "consistent_hash",
 }
-"""The router's policy in each arm whose name is another."""
+"""The router's policy in each arm that is not named after its policy."""
 
 
 @contextmanager
 def pair(model: Path, size: Size, folder: Path, env: Mapping[str, str]) -> Iterator[Pair]:
-    """Start two servers with one core each, whose events are on."""
+    """Start two servers with one core each that publish KV events."""
     cores, made, events = sorted(os.sched_getaffinity(0)), list[ServerOptions](), list[int]()
     folder.mkdir()
     for at in range(2):
         events.append(free_port())
-        # vLLM binds the addresses with an asterisk, and ZeroMQ reads a port up to its last digit.
+        # vLLM binds an address only if it has an asterisk, and ZeroMQ ignores it after a port.
         endpoint = f"tcp://127.0.0.1:{events[-1]}*"
         published: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
         published |= {"endpoint": endpoint, "topic": ""}
@@ -213,7 +213,7 @@ def fill_vram(replica: Replica, size: Size, chance: random.Random) -> None:
     settle(replica)
 
 
-# -- who gets a returning turn ---------------------------------------------------------
+# -- which server gets a returning turn ------------------------------------------------
 
 
 def returning(pair: Pair, url: str, size: Size, seed: int, tick: Tick) -> float:
@@ -333,8 +333,8 @@ def job_times(
 def play(
     url: str, jobs: Sequence[Job], starts: Sequence[float], arm: str, number: int
 ) -> tuple[JobDone, ...]:
-    """Play jobs through a router. Jobs have names only where the router keeps a job on its server,
-    and in the arm that is compared with it.
+    """Play jobs through a router. Requests name their job only in the arm whose router keeps a job
+    on its server, and in the arm that is compared with it.
 
     Args:
         number: number of the round.
@@ -382,11 +382,11 @@ def killed(pair: Pair, url: str, size: Size, tick: Tick) -> dict[str, Any]:
         ``noticed_s``: time until the first of them was answered, seconds. Until the router notices
             that the server is gone, it answers with errors, and the client repeats the request.
         ``remote_share``: fraction of their contexts that came from the shared store.
-        ``compared``, ``equal``: jobs whose whole context came from there, and True if their answers
-            are those of the same jobs when no server was killed.
+        ``compared``, ``equal``: number of jobs whose whole context came from the store, and True if
+            their answers equal the answers of the same jobs when no server was killed.
 
     Raises:
-        httpx.HTTPStatusError: the router sends the jobs nowhere else.
+        httpx.HTTPStatusError: the router does not send the jobs to the other server.
     """
     whole, noticed_s = size.context // BLOCK * BLOCK, 0.0
     prompts = texts(pair.replicas[0].client, 4 * size.killed, whole + KILLED_ADDED)
@@ -471,8 +471,8 @@ def measure(model: Path, size: Size, seed: int, folder: Path, tick: Tick) -> dic
 def with_events(
     model: Path, size: Size, seed: int, folder: Path, tick: Tick
 ) -> tuple[dict[str, float], dict[str, Any], dict[str, Any]]:
-    """Measure servers whose events only differ in who publishes them. Returns the results of
-    ``returning`` by arm, of ``job_times``, and of ``rendering``."""
+    """Measure two pairs of servers, of which only one publishes the connector's events too. Returns
+    the results of ``returning`` by arm, of ``job_times``, and of ``rendering``."""
     with ExitStack() as stack:
         tick("servers with the connector's events, and with vLLM's")
         ours = stack.enter_context(pair(model, size, folder / OURS, EVENTS))

@@ -41,7 +41,7 @@ def _row(number: int | None, turns: Sequence[TurnDone]) -> dict[str, Any]:
     times = [turn.ttft_s for turn in turns]
     sources = dict.fromkeys(("vram", "cpu", "recomputed"), 0)
     for turn in turns:
-        # A run without a trace is one of stock vLLM, whose usage reports the tokens found in VRAM.
+        # A run without a trace ran on stock vLLM, whose usage reports the tokens found in VRAM.
         vram = turn.sources.get("vram", turn.cached_tokens)
         cpu = turn.sources.get("cpu", 0) + turn.sources.get("ssd", 0)
         sources["vram"] += vram

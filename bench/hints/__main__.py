@@ -46,14 +46,14 @@ from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmSe
 from tiered_kv.policies.jobs.kv_hints import Intent, Outcome
 
 SHORT_TOKENS = 12 * BLOCK
-"""Length of the contexts whose figures are not times."""
+"""Length of the contexts that are not timed, tokens."""
 CONTEXTS = 4
 """Number of contexts that are prefetched."""
 TIMEOUT_S = 300.0
 RELEASED_S = 1.0
 """Time in which a released job's pages must be gone, seconds."""
 SOON_S, LATER_S, LATE_S = 20.0, 60.0, 20_000.0
-"""Times of a tool, seconds: the last is not worth a pin."""
+"""Tool times, seconds. The last is too long to be worth a pin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Size:
     Attributes:
         tokens: length of the contexts that are timed.
         pairs: number of timed pairs.
-        calls, rounds, rate: hostile calls, the rounds that they are divided into, and calls per
-            second. An engine answers at most one between two steps.
+        calls, rounds, rate: number of hostile calls, the rounds that they are divided into, and
+            calls per second. An engine answers at most one call between two steps.
     """
 
     tokens: int = 3000
@@ -75,7 +75,7 @@ class Size:
 
 
 def options(model: Path, size: Size, folder: Path) -> ServerOptions:
-    """A server with an SSD, whose KV pool holds two contexts, and CPU memory many times more."""
+    """Options of a server with an SSD tier. Its KV pool holds two contexts, its CPU memory many."""
     blocks = max(160, 2 * size.tokens // BLOCK + 8)
     each = context_gib(model, size.tokens)
     return ServerOptions(
@@ -99,12 +99,12 @@ def options(model: Path, size: Size, folder: Path) -> ServerOptions:
 
 
 def provoke(server: Server, prompt: Sequence[int]) -> None:
-    """Send hints that cannot be carried out as they are."""
+    """Send hints that the server clips, defers or rejects, or whose target is missing."""
     server.turn("provoked", prompt)
     server.hint("pin", job_id="provoked", ttl="1h")  # longer than a pin may last
     server.hint("share", job_id="provoked")  # no such intent
     server.hint("pin", job_id="provoked", ttl_s=-1)
-    server.hint("revise", token_ids=list(prompt), done=True)  # a gap has a job
+    server.hint("revise", token_ids=list(prompt), done=True)  # only a job has a gap
     server.hint("prefetch", job_id="unknown")
     server.hint("prefetch", "another salt", job_id="provoked")
     server.hint("release", "another salt", token_ids=list(prompt))
@@ -114,7 +114,7 @@ def provoke(server: Server, prompt: Sequence[int]) -> None:
 
 
 def release(server: Server, own: Sequence[int], shared: Sequence[int]) -> dict[str, Any]:
-    """Release a job that has pages in every tier, some of which another job has too."""
+    """Release a job that has pages in every tier, and shares some of them with another job."""
     pages = len(shared) // BLOCK
     shared = shared[: pages * BLOCK]
     prompt = [*shared, *own]
@@ -166,7 +166,7 @@ REVISIONS: Sequence[tuple[str, Mapping[str, Any], bool]] = (
 
 
 def revise(server: Server, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Revise gaps of pinned jobs. Returns what each pin did.
+    """Revise gaps of pinned jobs. Returns one row per revision.
 
     Raises:
         RuntimeError: a job was not pinned to begin with.
@@ -202,7 +202,7 @@ def prefetch(
     """Time first tokens of contexts that were prefetched from SSD, and from CPU memory.
 
     Raises:
-        RuntimeError: a context did not come from where it should.
+        RuntimeError: a context did not come from CPU memory.
     """
     times: dict[str, list[float]] = {"cpu": [], "prefetched": []}
     reads = 0

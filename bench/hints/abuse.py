@@ -1,7 +1,7 @@
-"""Hostile calls of ``POST /tiered_kv/hints`` from one client, while a stream of another decodes.
+"""Hostile calls of ``POST /tiered_kv/hints`` from one client, while streams of another decode.
 
-Spells of hostile calls and spells of the same number of calls of a path that vLLM does not have,
-with the same bodies, take turns. Callers run at the lowest priority, in a separate process.
+Each round has a spell of hostile calls, and one of as many calls, with the same bodies, of a path
+that vLLM does not have. Callers run at the lowest priority, in a separate process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CALLERS = 8
 DECODING, ANSWER_TOKENS, PROMPT_TOKENS = 2, 400, 150
 """Number of streams, and the size of their answers and prompts."""
 REST_S = 2.0
-"""Time before each spell in which the server recovers from the last one, seconds."""
+"""Pause before each spell, for the server to recover from the previous one, seconds."""
 LATE = 3.0
 """A spell ends after this multiple of its planned time, however many calls are left."""
 TIMEOUT_S = 120.0
@@ -68,8 +68,8 @@ class Victim:
 
 
 def block_hashes(prompt: Sequence[int], salt: str, block: int) -> list[bytes]:
-    """Hashes of a prompt's blocks, as an engine computes them with ``HASH_SEED`` and SHA-256. Done
-    here because an import of vLLM takes as long as a start of the server."""
+    """Hashes of a prompt's blocks, as an engine computes them with ``HASH_SEED`` and SHA-256.
+    Computed here because importing vLLM takes as long as starting the server."""
     found = [_sha256(HASH_SEED)]
     for start in range(0, len(prompt) - block + 1, block):
         extra = None if start else (("cache_salt", salt),)
@@ -144,7 +144,7 @@ def hostile(victims: Sequence[Victim]) -> list[bytes]:
 
 
 def call(port: int, path: str, body: bytes) -> str:
-    """Make a call. Returns ``harmless``, ``refused``, ``limited`` or what was wrong."""
+    """Make a call. Returns ``harmless``, ``refused``, ``limited`` or a description of the fault."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request("POST", path, body, JSON_TYPE)
@@ -169,11 +169,11 @@ def call(port: int, path: str, body: bytes) -> str:
 def call_many(
     port: int, path: str, bodies: Sequence[bytes], first: int, calls: int, spell_s: float
 ) -> Counter[str]:
-    """Make calls with these bodies in turn, evenly over a spell and ``CALLERS`` at a time. Returns
-    the number of each result.
+    """Make calls, with each of ``bodies`` in turn, spread evenly over a spell, up to ``CALLERS`` of
+    them concurrently. Returns the count of each result.
 
     Args:
-        first: number of the first call of the spell.
+        first: number of the spell's first call, counted over all rounds.
     """
     began = time.monotonic()
 
@@ -264,10 +264,10 @@ class Decoding:
 
 
 def held_by(group: int) -> dict[int, tuple[int, int]]:
-    """Number of threads and descriptors of each process of a group."""
+    """Number of threads and file descriptors of each process in a process group, by process id."""
     found = {}
     for pid in group_members(group):
-        with suppress(FileNotFoundError, PermissionError):  # it has ended
+        with suppress(FileNotFoundError, PermissionError):  # the process has ended
             names = (Path(f"/proc/{pid}/{name}") for name in ("task", "fd"))
             threads, files = (len(list(one.iterdir())) for one in names)
             found[pid] = (threads, files)
@@ -322,7 +322,7 @@ def measure(
         ProcessPoolExecutor(1, initializer=os.nice, initargs=(19,)) as caller,
         ExitStack() as stack,
     ):
-        caller.submit(os.getpid).result()  # it is forked before there are threads
+        caller.submit(os.getpid).result()  # forks the process before threads start
         stack.enter_context(decoding.running())
         for number in range(rounds):
             for path in drawn_order([HINTS, NOTHING], SEED, number):
@@ -338,7 +338,7 @@ def measure(
     lost = 0
     for one in victims:
         report = server.turn(one.name, [*one.prompt, 7, 8, 9], salt=SALT)
-        # The partial block at the end of the context, and what is new.
+        # A turn recomputes the partial block at the end of its context, and the new tokens.
         lost += max(0, report["recomputed_tokens"] - block - 3)
     known = {"harmless", "refused", "limited", "not made"}
     wrong = sum((one for one in results.values()), Counter[str]())

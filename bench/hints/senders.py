@@ -1,4 +1,4 @@
-"""Ways to send a KV hint, and the server's own view of what became of it.
+"""Ways to send a KV hint, and checks of its effect by the server's own reports.
 
 A ``Sender`` sends one hint, either as a call of a route or with a turn of a job. ``play`` sends
 each intent that a sender can carry, to jobs of its own, and checks the effects.
@@ -22,7 +22,7 @@ from tiered_kv.policies.jobs.kv_hints import Intent, Outcome
 
 JSON_TYPE = {"Content-Type": "application/json"}
 FINAL_S = 30.0
-"""Longest wait for the final outcome of a deferred hint, and for copies to finish."""
+"""Longest wait for the final outcome of a deferred hint, and for copies to finish, seconds."""
 POLL_S = 0.02
 PIN_S, RETAIN, TOOL_S = 120.0, "10m", 300.0
 TERMS: Mapping[Intent, Mapping[str, object]] = {
@@ -92,7 +92,7 @@ class Server:
         return self.report(self.post("/v1/completions", body))
 
     def report(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The connector's report in an answer. Its results are kept."""
+        """The connector's report in an answer. Its hint results are added to ``results``."""
         found: Mapping[str, Any] = answer["kv_transfer_params"]["tiered_kv"]
         self.results += found.get("hints", ())
         return found
@@ -157,7 +157,8 @@ class Server:
 def final(
     server: Server, intent: Intent, result: Mapping[str, Any], before: Mapping[str, float]
 ) -> str:
-    """Outcome of a hint. A deferred hint is counted again with its final outcome.
+    """Final outcome of a hint; ``DEFERRED`` if it is not known in time. The server counts a
+    deferred hint again with its final outcome.
 
     Args:
         before: counters before it was sent. No other hint with this intent may be in progress.
@@ -243,7 +244,7 @@ class Message(Sender):
 
 @dataclass(frozen=True)
 class BodyFields(Sender):
-    """Fields of the APIs of others, which only state a retention. The prompt is a text."""
+    """Fields of third-party APIs, which can only state a retention. The prompt is a text."""
 
     path: str = ""
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -344,7 +345,7 @@ class Sent:
 
     Attributes:
         reported: the outcome in the answer.
-        outcome: the final one.
+        outcome: the final outcome.
         seen: True if the server's state shows that it was carried out.
     """
 
@@ -393,14 +394,15 @@ ORDER = (
     Intent.PREFETCH,
     Intent.RELEASE,
 )
-"""Intents in the order in which they are sent: what is prefetched was demoted before."""
+"""Intents in the order in which they are sent. PREFETCH promotes what DEMOTE moved to SSD."""
 
 Effect = Callable[[Server, str, Mapping[str, Any], Mapping[str, float]], bool]
-"""True if the server shows an effect: of a job, with its view and the counters before the hint."""
+"""Returns True if the server shows a hint's effect. Arguments: the server, the job's name, and the
+job's row and the counters before the hint."""
 
 
 def _retained(server: Server, job: str, _at: object, _before: object) -> bool:
-    """The result has its pages and its end; the eviction order is not shown."""
+    """True if the result has an end. The server does not show the eviction order."""
     return float(server.results[-1].get("until_s", 0)) > 0
 
 

@@ -167,7 +167,7 @@ class Player:
         ids = claim(arrives, {**body, **systems}).ids
         named = bool(ids.keys() & {"parent_agent", "parent_session"})
         named = named or "parent_program_id" in str(body.get("vllm_xargs"))
-        # A header that names no agent refers to the session itself.
+        # A mark in the system prompt names no parent: it stands for the main agent.
         marked = "subagent" in ids and parent == "main"
         return parent if named or marked else None
 

@@ -211,7 +211,5 @@ def copies(jobs: tuple[SimJob, ...]) -> Iterator[SimJob]:
 
 
 def copied(name: str) -> str:
-    """Return the name of the job that a job of ``copies`` is a copy of; empty if it is not a
-    copy.
-    """
+    """Return the original name of a job that ``copies`` yielded; empty if the job is not a copy."""
     return name.rpartition(COPY)[0]

@@ -36,9 +36,9 @@ def live_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return one row per load and server, over all rounds. Times are in seconds.
 
     ``hit_ratio`` is the fraction of prompt tokens that the server's answers report as cached.
-    ``hits_by_counter`` has the same fraction by the server's own counters. Either is None if not
-    reported. ``tpot`` is the time per output token. ``turns_per_s`` and ``tokens_per_s`` (prompts
-    and answers) are averages over whole runs.
+    ``hits_by_counter`` has the fractions found in VRAM and by the connector, from the server's own
+    counters. Either is None if not reported. ``tpot`` is the time per output token. ``turns_per_s``
+    and ``tokens_per_s`` (prompts and answers) are averages over whole runs.
     """
     return [
         _row(load, server, own)

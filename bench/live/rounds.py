@@ -76,7 +76,7 @@ class Rounds:
         seed: seed of the arrivals, of the order of jobs, and of the order of servers.
         scale: factor for all sizes.
         turns: maximum turns per job; None means all.
-        longest: maximum context length, tokens; None uses the servers' limits.
+        longest: maximum context length, tokens; None uses only the servers' limits.
         report: called with the name of each run before it starts.
     """
 

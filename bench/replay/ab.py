@@ -39,7 +39,7 @@ class Preset:
     Attributes:
         jobs: number of jobs under every load except idle.
         turns: number of turns of each job.
-        idle_jobs: number of these jobs that run in the idle load, one at a time.
+        idle_jobs: number of jobs in the idle load, which run one at a time.
         idle_rounds, rounds: number of rounds of the idle load and of the other loads.
         bounds_once: run the bounds only in the first round of a load, to save time.
         pool_tokens: KV pool size of every server except the bounds.

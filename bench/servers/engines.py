@@ -121,9 +121,7 @@ class Engine:
                 raise AssertionError(f"copies did not finish within {SETTLE_S:g} s")
 
     def evict_vram(self, tokens: int) -> None:
-        """Run unrelated texts of that many tokens, so that they replace all other KV in the
-        pool.
-        """
+        """Run unrelated texts of ``tokens`` tokens, which replace all other KV in the pool."""
         for start in range(0, tokens, 1000):
             self.generate([[(start + i) % 40_000 + 100 for i in range(1000)]], max_tokens=1)
         self.settle()

@@ -28,7 +28,7 @@ SEATS = 4
 """``--max-num-seqs`` of the servers."""
 AGENTS = 6
 PROXY_TURNS = 3
-"""Number of concurrent turns of the client that uses a single job id."""
+"""Number of concurrent turns of the client that uses a single session id."""
 MAX_LEN = 2_048
 LONGEST_CONTEXT, HEAD, TAIL = 1_600, 256, 512
 """Maximum context of an agent, and the head and tail that the agent keeps when its context exceeds
@@ -188,7 +188,7 @@ class Client:
 
 async def work(client: Client, name: str) -> None:
     """Play an agent that never ends. The context grows turn by turn, and is truncated when it is
-    too long. At random, the agent disconnects before the answer, sends invalid hints, or sends no
+    too long. At random, the agent hangs up before the answer ends, sends invalid hints, or sends no
     hints.
     """
     rng, site = client.rng, client.site
