@@ -70,7 +70,7 @@ class TierConfig:
         remote: store that many machines share; None disables the tier.
         codec: codec of pages on SSD and in the remote store: ``auto``, ``raw``, ``zstd``,
             ``zstd:LEVEL``, ``centred``, or ``module:Class`` of another package.
-        io_threads: threads of each rank for pages on SSD; 0 chooses by the number of cores.
+        io_threads: threads of each rank for pages on SSD; 0 derives it from the number of cores.
         policy: policy that chooses the tier of a finished turn's KV, by name or as
             ``module:Class``; ``none`` disables every tier.
         eviction: rule by which pages are evicted from CPU memory, by name or as ``module:Class``.
@@ -125,7 +125,7 @@ class TierConfig:
 
     @property
     def keeps_notes(self) -> bool:
-        """True if jobs are still known after a clean stop."""
+        """True if the notes are also kept at a clean stop."""
         return self.ssd_path is not None or self.cpu_keep
 
     def cpu_bytes_per_rank(self, ranks: int) -> int:

@@ -2,7 +2,7 @@
 
 Hashing tens of gigabytes at every start would take noticeable time, so digests of large files are
 cached by path, size and mtime. xxh3-128 is sufficient: it protects against mistakes, not against
-an attacker, who could write the cache as well.
+an attacker, who could also change the cache.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 - ``open_lines`` and ``lines_of`` read files with JSON on each line, plain or gzipped.
 - Checks such as ``whole`` take a parsed value, and return it with its type or raise ``ValueError``.
   ``Fields`` applies checks to the fields of an object, and names the field in errors.
-- ``read`` and ``said`` convert between JSON and frozen dataclasses, with rounded numbers, bounded
-  texts, and without fields that have their default. Unknown fields are ignored, so that a later
-  version may add fields.
+- ``read`` and ``said`` convert between JSON and frozen dataclasses, with rounded numbers, and
+  without fields that have their default. Unknown fields are ignored, so that a later version may
+  add fields.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def lines_of(file: IO[bytes]) -> Iterator[bytes]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the gzipped data is damaged or truncated. The lines before the damage were
-            returned.
+        ValueError: the gzipped data is damaged or truncated. The lines before the damage have
+            been yielded.
     """
     try:
         yield from file
@@ -218,7 +218,7 @@ def string(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
 
 
 def text(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
-    """Check a printable text, which has no surrogates."""
+    """Check a text without surrogates, which could not be encoded."""
     found = string(value, least, most)
     if plain_text(found) != found:
         raise ValueError("it has an incomplete character")
@@ -305,7 +305,7 @@ def _shown(value: object) -> str:
 
 
 class Fields:
-    """The fields of a JSON object. Each field is taken once.
+    """The fields of a JSON object. Each field can be taken once.
 
     Raises:
         ValueError: the value is not an object. The methods raise ValueError with the field's name.
@@ -321,8 +321,8 @@ class Fields:
         *limits: Limits.args,
         **more: Limits.kwargs,
     ) -> Value:
-        """Take a required field, and return it as ``check`` returns it. Further arguments are
-        passed to ``check`` as its limits."""
+        """Remove a required field, and return what ``check`` returns for its value. Further
+        arguments are passed to ``check`` as its limits."""
         if name not in self._left:
             raise ValueError(f"it lacks {name}")
         try:
@@ -400,8 +400,8 @@ def _written(value: object) -> object:
 
 @cache
 def _defaults(kind: Any) -> dict[str, object]:
-    """Return the default of each field by its name. For fields without default, this is
-    ``MISSING``, which equals nothing."""
+    """Return the default of each field by its name. It is ``MISSING``, which no value equals, for
+    fields without a default."""
     return {field.name: _default(field) for field in fields(kind)}
 
 
@@ -443,8 +443,8 @@ def read(kind: type[Part], found: object) -> Part:
 
 
 class _Field(NamedTuple):
-    """Reader of a field, and the type whose values the reader returns unchanged, except for numbers
-    that are not finite."""
+    """Reader of a field, and the type whose values ``read`` keeps without calling the reader,
+    except for negative and non-finite numbers."""
 
     exact: type | None
     read: Read

@@ -47,8 +47,8 @@ def usable_cores(group: str | None = None, mounted: Path = CGROUPS) -> int:
     fewer if its container's CPU quota is smaller.
 
     Args:
-        group: its control group, in the format of ``/proc/self/cgroup``; None to read it from that
-            file.
+        group: the process's control group, in the format of ``/proc/self/cgroup``; None to read
+            that file.
         mounted: folder where control groups of version 2 are mounted.
     """
     shares = (_share(folder / "cpu.max") for folder in lineage(group, mounted))
@@ -101,8 +101,8 @@ def system_memory(
     Each is the smallest of the values of the machine and of the process's control groups.
 
     Args:
-        group: its control group, in the format of ``/proc/self/cgroup``; None to read it from that
-            file.
+        group: the process's control group, in the format of ``/proc/self/cgroup``; None to read
+            that file.
         mounted: folder where control groups of version 2 are mounted.
         meminfo: file in the format of ``/proc/meminfo``.
     """

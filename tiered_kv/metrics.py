@@ -179,7 +179,8 @@ HISTOGRAMS: Mapping[str, str] = {
 }
 
 MOST_OBSERVED = 4096
-"""Maximum number of observations kept. If statistics are off, the observations are never taken."""
+"""Maximum number of observations kept per histogram. If vLLM's statistics are off, they are never
+taken."""
 
 
 class Counters:

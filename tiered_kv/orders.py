@@ -138,7 +138,8 @@ class DemoteOrder:
     hook.
 
     Attributes:
-        runs: for each key, the first page of its run; empty if the store does not need runs.
+        runs: for each key, the first page of its run of consecutive pages; empty if the store does
+            not need runs.
     """
 
     kind: ClassVar[OrderKind] = OrderKind.DEMOTE

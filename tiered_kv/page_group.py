@@ -5,8 +5,8 @@ block ids of VRAM and the slots of the CPU pool; a page takes a whole slot and f
 
 The reach of an attention type is the earlier tokens whose KV the next token needs.
 
-A hit of N tokens needs only the blocks that contain these tokens. vLLM calls the tokens before them
-skipped, and has no blocks for them.
+A hit of N tokens needs only the blocks that contain the next token's reach. vLLM calls the tokens
+before the reach skipped, and has no blocks for them.
 
 The layout of a page is the byte regions of a block, and their order in a slot.
 

@@ -100,8 +100,8 @@ def check_owner(path: Path) -> None:
 
 
 def _owner_of_new_files(folder: Path) -> int | None:
-    """Return the user that a file system records as owner of this process's files, which may differ
-    on a network mount. Returns None if no file can be created."""
+    """Return the user that a file system records as owner of this process's files; None if no file
+    can be created. On a network mount, this may be another user than the process's."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_uid

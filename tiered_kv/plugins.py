@@ -22,7 +22,7 @@ def load(
     Args:
         kind: noun for the part, for error messages.
         name: name in ``known``, or ``module:Class`` of any importable module.
-        contracts: classes or Protocols whose public methods a class from elsewhere must have.
+        contracts: classes or Protocols whose public methods a ``module:Class`` must have.
 
     Raises:
         ConfigError: there is no such part; the message names a valid one.

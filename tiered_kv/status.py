@@ -181,7 +181,7 @@ class Decisions(JsonObject):
     Attributes:
         last: number of decisions.
         since: time of the oldest decision; None without any.
-        counts: counts, most frequent first.
+        counts: number of decisions by class and tier, most frequent first.
     """
 
     last: int
@@ -369,7 +369,7 @@ _CURSOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,18})")
 
 @dataclass(frozen=True, slots=True)
 class JobPage(JsonObject):
-    """The answer of ``/tiered_kv/jobs``: jobs of all engines, in the order of the list.
+    """The answer of ``/tiered_kv/jobs``: a part of the list of all engines' jobs, sorted by cursor.
 
     Attributes:
         known: number of all jobs.
@@ -395,8 +395,8 @@ class SnapshotMade(JsonObject):
 
     Attributes:
         tokens, kv_tokens: number of tokens of the job's context, and number of those that have KV.
-        stored_bytes, shared_bytes: size of the snapshot's pages, and of those that other snapshots
-            share.
+        stored_bytes, shared_bytes: size of all pages of the snapshot, and of its pages that other
+            snapshots already had.
         name: name of the snapshot in the server's folder; None once the command has moved it to
             another path.
         capture_ms, durable_ms: time for which the job paused, and time until the snapshot was

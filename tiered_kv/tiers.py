@@ -28,7 +28,7 @@ class StoreId(NamedTuple):
 
 
 class Knowledge(Enum):
-    """The place where it is known which pages a tier has."""
+    """The side that knows which pages a tier has."""
 
     KNOWN = "known"
     """The scheduler half knows: its index is complete, because only this engine writes to the
@@ -44,7 +44,7 @@ class TierSpec:
 
     Attributes:
         tier: name of the tier.
-        knowledge: where it is known which pages the tier has.
+        knowledge: the side that knows which pages the tier has.
         capacity_bytes: size of the tier, all ranks together, bytes; None without a known limit.
         shared: True if engines share pages through the tier. Contexts whose job will return are
             written to it when a turn ends; no page is demoted to it to free CPU memory.

@@ -103,7 +103,7 @@ def _command(benchmark: Benchmark) -> Callable[[typer.Context], None]:
 
 
 MODULE = "tiered_kv.bench.sim.what_if.answer"
-"""Module that computes the answer. It imports vLLM, so it is imported only on demand."""
+"""Module that answers ``--what-if``. It imports vLLM, so it is imported only on demand."""
 BELIEVED = 0.15
 """Relative error of the simulation above which a warning is printed."""
 
@@ -138,8 +138,8 @@ def answer_what_if(
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Suppress log messages below errors until the block ends, such as vLLM's about a missing
-    GPU.
+    """Suppress log messages below level ERROR until the block ends, such as vLLM's warning about a
+    missing GPU.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -186,7 +186,7 @@ def _print(found: Mapping[str, Any]) -> None:
 
 
 def _names(found: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of the two servers, with their request order if the orders differ."""
+    """Return the names of the two policies, with their request orders if these differ."""
     names, orders = (found["recorded_policy"], found["policy"]), found["job_order"]
     if orders[0] == orders[1] or found["policy"] == "stock":
         return names

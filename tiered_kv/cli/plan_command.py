@@ -71,8 +71,8 @@ def arguments(
 
     Args:
         model: model folder, or its ``config.json``.
-        fits: True if VRAM holds the model's longest context. Otherwise the maximum length is left
-            to vLLM, which would refuse to start.
+        fits: True if VRAM holds the model's longest context. Otherwise vLLM chooses the maximum
+            length, because it would refuse to start with the model's own.
         ssd: True if there is a folder for the final flush.
         dtype, kv_dtype: requested types; vLLM's defaults are left out.
         utilization: fraction of VRAM; None for vLLM's default.
@@ -96,8 +96,8 @@ def arguments(
 
 
 def in_shell(variables: dict[str, str], words: list[str]) -> str:
-    """Return two shell commands: one exports the variables, and one starts the server. Long options
-    start on a new line.
+    """Return two shell commands: one exports the variables, and one starts the server. The
+    options with long values start on new lines.
     """
     exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     quoted = shlex.join(words)
@@ -128,8 +128,8 @@ TIER_COLUMNS = {
 
 
 def describe_plan(plan: Plan, variables: dict[str, str], words: Sequence[str]) -> dict[str, object]:
-    """Return the description of a plan for ``--json``. Bytes and rates are over all ranks; times
-    are in seconds.
+    """Return the description of a plan for ``--json``. Sizes are over all ranks, in bytes;
+    times are in seconds.
     """
     shape, setup, layout, ranks = plan.shape, plan.setup, plan.shape.layout, plan.shape.ranks
     return {

@@ -202,9 +202,9 @@ def report_command(
 
 
 def _write(out: Path | None, texts: Iterator[str]) -> None:
-    """Write texts to standard output, or to a file that only its owner can read, like the trace.
-    Nothing is written before the first text is available, so errors while reading the trace leave
-    no file.
+    """Write texts to standard output, or to a file. A new file, like the trace, can be read only by
+    its owner. Nothing is written before the first text is available, so errors while reading the
+    trace leave no file.
     """
     whole = chain([next(texts)], texts)
     if out is None:

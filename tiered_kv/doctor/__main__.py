@@ -1,8 +1,8 @@
 """``python -m tiered_kv.doctor``: checks this machine, and prints one line of JSON per finding.
 
-The command runs this module in a separate process, because a call to a failed disk may never
-return, and cannot be interrupted. Therefore the name of a group of checks is printed before the
-group starts.
+``tiered-kv doctor`` runs this module in a separate process, because a call to a failed disk may
+never return, and cannot be interrupted. Therefore the name of a group of checks is printed before
+the group starts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from .variables import check_hash_seed, check_variables, read_settings
 
 
 def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
-    """Yield groups of checks, by name. A check runs when its finding is requested.
+    """Yield groups of checks, by name. Checks that access a disk or a server run when their
+    findings are requested.
 
     Args:
         beside: True if a server is already running on this machine.

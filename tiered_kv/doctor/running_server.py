@@ -37,7 +37,7 @@ class UnreachableError(Exception):
 
 
 class RefusedError(UnreachableError):
-    """The server refused a request.
+    """The server answered a request with an error status.
 
     Attributes:
         status: HTTP status.
@@ -59,7 +59,7 @@ class Body(Protocol):
 
 
 def base_of(url: str) -> str:
-    """Return the address of a server without a path, which users may paste too.
+    """Return the address of a server without the path that users may have pasted with it.
 
     Raises:
         UnreachableError: the text is not an HTTP address.
@@ -85,8 +85,8 @@ def fetch(
         post: JSON to post. The server may use the whole time to answer.
 
     Raises:
-        RefusedError: the server refuses the request.
-        UnreachableError: the page does not exist, is too long, or takes too long.
+        RefusedError: the server answers with an error status, such as 404.
+        UnreachableError: the server cannot be reached, or the page is too long or takes too long.
     """
     until = time.monotonic() + whole_s
     try:

@@ -20,8 +20,8 @@ KNOWN = tuple(ENV_PREFIX + field.name.upper() for field in fields(TierConfig))
 
 
 def read_settings(env: Mapping[str, str]) -> TierConfig:
-    """Return the settings. If all variables cannot be used together, returns the defaults. Invalid
-    values are ignored.
+    """Return the settings without the invalid values; the defaults if the valid values cannot be
+    used together.
     """
     good = {name: value for name, value in env.items() if _wrong(name, value) is None}
     try:

@@ -212,7 +212,7 @@ def shape_of(
 
     Args:
         path: path of the configuration. Weight files may be in the same folder.
-        request: the request to vLLM. answer: vLLM's answer.
+        request, answer: the request to vLLM, and vLLM's answer.
         weight_bytes: size of the weights over all ranks, bytes; None if unknown.
 
     Raises:

@@ -14,7 +14,7 @@ context length.
 The estimate assumes half of a data sheet's arithmetic rate, and three quarters of its memory
 bandwidth.
 
-``GPUS`` has published specifications.
+``GPUS`` lists published specifications.
 
 Sizes are in bytes, rates in bytes or operations per second.
 """
@@ -156,7 +156,8 @@ class StepCost:
         """Return the time of a step without the layers with windows, seconds.
 
         Args:
-            tokens: computed tokens. pairs: (query, key) pairs of prefills.
+            tokens: computed tokens.
+            pairs: (query, key) pairs of prefills.
             read: context tokens whose KV is read to decode.
             requests: number of requests in the step.
         """
@@ -183,7 +184,7 @@ class StepCost:
 
     def prefill(self, behind: int, tokens: int) -> float:
         """Return the time to prefill ``tokens`` tokens after a context of ``behind`` tokens, in one
-        step that has no other request, seconds.
+        step that has no other request, without the layers with windows, seconds.
         """
         return self.seconds(tokens, tokens * (behind + tokens / 2), behind)
 

@@ -34,7 +34,8 @@ def weigh(folder: Path, parameters: int, nbytes: float, element: int | None) -> 
     Args:
         folder: folder that may contain the weight files.
         parameters: number of parameters.
-        nbytes: size as vLLM would load the weights, bytes; used if there are no files.
+        nbytes: size as vLLM would load the weights, bytes; used if neither the files nor their
+            index can be read.
         element: size to which floats in files are converted when they are loaded, bytes; None for
             quantized weights, which are loaded unchanged.
     """

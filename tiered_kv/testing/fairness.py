@@ -1,6 +1,6 @@
 """An independent check of the fairness rule of admission.
 
-No request may be admitted before an older request that has waited for the admission limit.
+No request may be admitted before an older request that has waited for ``admission_max_wait_s``.
 Preempted requests and requests of a higher priority are exempt.
 """
 

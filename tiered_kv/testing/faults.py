@@ -15,8 +15,8 @@ NO_SLOT = -1
 class FaultyTransfer(TransferBackend):
     """Passes jobs on to ``inner``, except for requested faults.
 
-    Each fault affects one job. Faults may be requested from any thread. In all other respects, the
-    rules for all backends apply.
+    Each fault affects one job. Faults may be requested from any thread. Apart from the faults,
+    this class keeps the contract of ``TransferBackend``.
 
     Attributes:
         struck: number of faults that have occurred, so that a test can check that its fault did.

@@ -45,13 +45,13 @@ class _Fault:
 class FaultyFiles:
     """Passes all calls on to ``inner``, except for requested faults. Thread-safe.
 
-    Operations have the names of the methods; ``open`` stands for ``create``, ``open_to_write`` and
-    ``open``, which are separate operations.
+    Operations are named after the methods. Calls of ``open`` are three operations, by access:
+    ``open``, ``open_to_write`` and ``create``.
 
     Attributes:
         struck: number of faults that have occurred, so that a test can check that its fault did.
         calls: number of calls of each operation.
-        most_bytes: maximum number of bytes that a read or write transfers; None for no limit.
+        most_bytes: maximum number of bytes that a read or write reports; None for no limit.
     """
 
     def __init__(self, inner: FileLayer | None = None) -> None:
@@ -85,7 +85,7 @@ class FaultyFiles:
         self._direct = False
 
     def heal(self) -> None:
-        """End all faults."""
+        """End all faults except ``refuse_direct``."""
         with self._mutex:
             self._faults.clear()
             self._flips.clear()
@@ -194,7 +194,7 @@ class FaultyFiles:
 
 
 class SmallDisk(FaultyFiles):
-    """A disk of limited size. Writes that exceed the size fail.
+    """A disk of limited size. Preallocations that exceed the size fail.
 
     Args:
         folder: folder whose contents are on the disk.
@@ -344,7 +344,7 @@ class RecordedFiles(FaultyFiles):
             count: index of the step during which the crash happens.
             crash: what happened to changes that were not synced.
             root: folder of the recorded files.
-            copy: folder to create instead.
+            copy: folder in which the state is recreated.
         """
         disk = _Disk()
         for i, step in enumerate(self.steps[: count + 1]):

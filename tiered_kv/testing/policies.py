@@ -10,7 +10,7 @@ from tiered_kv.policies.jobs.identity import INFERRED_PREFIX
 
 
 class FixedPin(StatelessPolicy):
-    """Pins every turn of a named job, except its last turn, for the same time."""
+    """Pins every turn of a named job for the same time, except its last turn and aborted turns."""
 
     def __init__(self, ttl_s: float = 2.0) -> None:
         self.ttl_s = ttl_s

@@ -250,7 +250,7 @@ class EngineRig(ABC):
 
     @property
     def admission(self) -> AdmissionGroup:
-        """The components that allocate VRAM to jobs."""
+        """The components that divide VRAM among running requests, waiting requests and pins."""
         admission: AdmissionGroup = self.half.admission
         return admission
 
@@ -266,7 +266,7 @@ class EngineRig(ABC):
 
     @property
     def gaps(self) -> GapGroup:
-        """The components that decide between turns."""
+        """The components that work between turns: forecasts, costs and decisions."""
         gaps: GapGroup = self.half.gaps
         return gaps
 

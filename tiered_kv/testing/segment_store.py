@@ -49,7 +49,7 @@ def store_options(root: Path, **changes: object) -> StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class ToyCodec:
-    """Stores the even bytes raw and the odd bytes as a frame, plus its training data."""
+    """Stores even bytes as the plane and odd bytes as the frame. Training adds a shift to both."""
 
     page_format: PageFormat
     table: bytes = b""

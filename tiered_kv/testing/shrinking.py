@@ -20,10 +20,10 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Shrinking:
-    """Codec that remembers pages, and stores only a name that depends on the content.
+    """Codec that remembers pages, and stores only their digest, repeated to the compressed size.
 
-    All codecs of a process share the remembered pages. ``decode`` accepts only exactly the bytes
-    that were stored.
+    All codecs of a process share the remembered pages. ``decode`` accepts only the exact bytes that
+    were stored.
     """
 
     page_format: PageFormat

@@ -31,11 +31,11 @@ class ValkeyServer:
         eviction: value of ``maxmemory-policy``.
         password: password of the default user; empty requires none.
         port: the server's port; None chooses a free port.
-        node_timeout_s: makes the server a node of a cluster, which counts as failed after so many
-            seconds without an answer to other nodes; None for an independent server.
+        node_timeout_s: time without an answer to other nodes of a cluster after which they count
+            the server as failed, seconds; None for a server outside a cluster.
 
     Attributes:
-        bus: port for other nodes of a cluster; 0 without.
+        bus: port for other nodes of a cluster; 0 outside a cluster.
         answers: False while the server is paused or killed.
     """
 
@@ -199,7 +199,9 @@ class ValkeyCluster:
         ]
 
     def url(self, *nodes: ValkeyServer) -> str:
-        """Address of the cluster by some of its nodes; by all of them if none is given."""
+        """Return the cluster's address, with the password and these nodes; all nodes if none are
+        given.
+        """
         login = f":{self._password}@" if self._password else ""
         return f"valkey://{login}{','.join(str(node.server) for node in nodes or self.nodes)}"
 
@@ -233,7 +235,7 @@ class ValkeyCluster:
         return self.nodes[(self.nodes.index(node) + self._masters) % len(self.nodes)]
 
     def owner(self, slot: int) -> ValkeyServer:
-        """Return the master that has a slot, as the nodes that answer see it."""
+        """Return the master that has a slot, according to the first node that answers."""
         asked = next(node for node in self.nodes if node.answers)
         owner = owners_of_slots(asked.ask(b"CLUSTER", b"SLOTS"), asked.server)[slot]
         return next(node for node in self.nodes if node.server == owner)
@@ -245,8 +247,8 @@ class ValkeyCluster:
         return [node for node in self.nodes if node.answers and node.server in owners]
 
     def works(self) -> bool:
-        """True if every node that answers counts the cluster as working, and they agree on who owns
-        each slot."""
+        """True if every node that answers reports the cluster as working, and all of them agree on
+        the owner of each slot."""
         answering, views = [node for node in self.nodes if node.answers], list[object]()
         for node in answering:
             if b"cluster_state:ok" not in node.talk(b"CLUSTER", b"INFO"):
@@ -258,7 +260,7 @@ class ValkeyCluster:
         """Wait until the condition holds.
 
         Raises:
-            TimeoutError: it does not.
+            TimeoutError: it does not hold within ``CHANGE_S``.
         """
         until = time.monotonic() + CHANGE_S
         while not condition():
@@ -267,7 +269,7 @@ class ValkeyCluster:
             time.sleep(0.02)
 
     def has_promoted(self, node: ValkeyServer) -> bool:
-        """True once a replica is a master, and all nodes that answer know."""
+        """True once a replica is a master, and all nodes that answer agree."""
         return role(node) == b"master" and self.works()
 
     def replicated(self) -> bool:
@@ -276,8 +278,8 @@ class ValkeyCluster:
         return all(node.ask(b"DBSIZE") == self.partner(node).ask(b"DBSIZE") for node in masters)
 
     def begin_move(self, slot: int, target: ValkeyServer) -> ValkeyServer:
-        """Start moving a slot. Returns its current owner, which redirects commands for keys that it
-        does not have with ``ASK`` from then on."""
+        """Start moving a slot. Returns its current owner, which from then on answers commands for
+        keys that it lacks with an ``ASK`` redirection."""
         source = self.owner(slot)
         target.ask(b"CLUSTER", b"SETSLOT", b"%d" % slot, b"IMPORTING", _id(source))
         source.ask(b"CLUSTER", b"SETSLOT", b"%d" % slot, b"MIGRATING", _id(target))

@@ -28,8 +28,8 @@ LEAST_ROWS = 3
 
 
 def frame(state: ServerState, view: View, canvas: Canvas) -> RenderableType:
-    """Return a frame that fills the canvas. Limit the view to the number of rows that ``rows_of``
-    returns before the call.
+    """Return a frame that fills the canvas. Before the call, limit the view to the number of rows
+    that ``rows_of`` returns.
     """
     rows = rows_of(state, view, canvas)
     parts = _above(state, view, canvas)

@@ -32,13 +32,13 @@ class JobOrder(Enum):
     """Sort order of jobs. The value is the name of the order on the screen."""
 
     STATE = "state"
-    """Most urgent state first; within a state, jobs whose state changes next first."""
+    """Most urgent state first; within it, waiting jobs by expected return, others by ``since``."""
     CONTEXT = "context"
     """Jobs with the longest contexts first."""
     UNTIL = "pin's end"
     """Jobs with pins, by the end of the pin, then jobs without pins."""
     RETURN = "return"
-    """Jobs with a forecast, by the expected return, then jobs without a forecast."""
+    """Waiting jobs with a forecast, by expected return, then all other jobs."""
     AGE = "age"
     """Jobs in order of their first appearance."""
     NAME = "name"
@@ -61,7 +61,8 @@ class View:
     """The part of a state that is shown, and its order.
 
     Attributes:
-        order: sort order of the jobs. backwards: True to reverse it.
+        order: sort order of the jobs.
+        backwards: True to reverse the order.
         top: number of jobs above the first job shown.
         engine: rank of the viewed engine; None for all engines.
     """
@@ -86,8 +87,8 @@ class View:
         return replace(self, top=max(0, min(self.top, jobs - rows)))
 
     def sorted_by(self, order: JobOrder) -> View:
-        """Return the view in another order, scrolled to the top. The same order again reverses
-        it.
+        """Return the view in another order, scrolled to the top. Selecting the same order
+        again reverses it.
         """
         return replace(
             self, order=order, backwards=order is self.order and not self.backwards, top=0

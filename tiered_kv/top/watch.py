@@ -1,7 +1,7 @@
 """Polling of a server: its status, the recent growth of its counters, and its jobs, page by page.
 
 Reporting a hundred jobs takes an engine a millisecond or two between steps. Therefore a long list
-is not read completely for every frame: each frame reads the page that follows the previous frame's.
+is not read completely in every poll: each poll reads the page that follows the previous poll's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .safe_text import harmless
 from .server_state import Growth, ServerState
 
 FIRST_PAGES = 10
-"""Maximum number of pages read for the first frame."""
+"""Maximum number of pages of jobs read in the first poll."""
 MOST_JOBS = 70_000
 """Maximum number of jobs kept for all engines; an engine remembers 65,536. If there are more, the
 first jobs are kept."""

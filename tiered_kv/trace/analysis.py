@@ -155,8 +155,8 @@ class Decisions:
         below_q50, below_q90: fraction of forecast gaps that were not longer than this quantile;
             None if no gap was forecast. 0.5 and 0.9 for good forecasts.
         saved_s, cost_s: sums over the gaps.
-        best_s: sum of the gains of a clairvoyant policy: for each gap B - λ X, or 0 if that is
-            negative or the job did not return.
+        best_s: sum of the gains of a clairvoyant policy: B - λ X for each gap of X seconds, or 0 if
+            that is negative or the job did not return.
         regret_s: ``best_s`` minus the actual gain.
     """
 
@@ -269,9 +269,7 @@ def _would_have_saved(table: TurnTable, prompts: int) -> WouldHaveSaved:
 
 
 def _prefill_s(table: TurnTable, tokens: Column) -> float:
-    """Return the time to compute these numbers of each turn's tokens, summed over the turns,
-    seconds.
-    """
+    """Return the time to compute ``tokens`` tokens of each turn, summed over the turns, seconds."""
     context = table["tokens.prompt"].astype(float) + table["tokens.output"]
     return float((table["decision.recompute_s"] * tokens / np.maximum(context, 1.0)).sum())
 

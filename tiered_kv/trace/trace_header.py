@@ -1,7 +1,7 @@
-"""Header of a trace: the first line of each file, and of each engine that writes to it.
+"""Header of a trace: the first line of each file, and the first line that each engine writes to it.
 
-This module also exports a trace in the format of Continuum's recorder, its file
-``scheduler_timestamps``: one JSON object with a list of events per job. Each event is an object
+This module also exports a trace in the format of ``scheduler_timestamps``, the file that
+Continuum's recorder writes: one JSON object with a list of events per job. Each event is an object
 that has the event's time, in seconds since the epoch, under the event's name. All seven event names
 of the recorder are written. Preemptions of a request after the first ``FIRST_PREEMPTIONS`` are
 missing, because the trace does not record their times.

@@ -111,7 +111,8 @@ class TurnTokens:
             ``cpu``.
         recomputed: computed prompt tokens.
         lost: recomputed tokens that were in the context of the job's last turn: the cost of
-            evictions. Up to eight blocks too low, because contexts are compared in such steps.
+            evictions. Up to eight blocks too low, because contexts are compared eight blocks at a
+            time.
         new: prompt tokens beyond the context of the job's last turn.
         output: answer length.
     """
@@ -215,7 +216,7 @@ class PageMoves:
         evicted: pages of the turn's context evicted in the gap, by the tier that they left. A copy
             in another tier may remain. Recorded only by eviction rules that implement
             ``waiting_job`` (built in: ``worth``).
-        superseded: pages of earlier contexts of the job that its prompt superseded.
+        superseded: pages of the job's earlier contexts that this turn's prompt superseded.
     """
 
     promoted: int = 0

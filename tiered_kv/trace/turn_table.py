@@ -91,7 +91,7 @@ class TurnTable:
     ``TurnRecord``, with dots.
 
     Attributes:
-        jobs: the jobs.
+        jobs: the jobs and their indices.
         job: index of each turn's job in ``jobs``; -1 if the turn belongs to no job.
         tools: first words of tools.
         tool: index of each turn's tool in ``tools``.

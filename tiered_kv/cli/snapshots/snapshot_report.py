@@ -183,7 +183,7 @@ def _value(value: object) -> str:
 
 
 def _some(names: tuple[str, ...]) -> Iterator[str]:
-    """Yield the last names, which are those of the closest ancestors of the job."""
+    """Yield the last names: the closest ancestors of the job."""
     if len(names) > MOST_NAMES:
         yield "…"
     yield from map(harmless, names[-MOST_NAMES:])

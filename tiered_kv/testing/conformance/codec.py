@@ -30,8 +30,8 @@ FORMATS = (
     PageFormat.of([Section(ElementType.BF16, 1280), Section(ElementType.FP32, 6912)] * 2, 0),
     PageFormat.of([Section(ElementType.OPAQUE, 77), Section(ElementType.FP8_E4M3, 4019)], 16),
 )
-"""Page formats to test: each KV type, in pages with whole compression blocks, without any, and with
-uneven channels; and pages with several types."""
+"""Page formats to test: each element type, in pages with whole compression blocks, without any, and
+with uneven channels; and pages with several types."""
 
 
 def noise(page_format: PageFormat, seed: int) -> Bytes:

@@ -16,7 +16,7 @@ LONGEST = 1 << 20
 
 
 def soon() -> float:
-    """Return a deadline that no call should need."""
+    """Return a deadline that every call should meet."""
     return time.monotonic() + SOON_S
 
 

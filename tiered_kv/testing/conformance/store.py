@@ -49,7 +49,7 @@ class StoreBench(Generic[S]):
 
     Attributes:
         make: opens the store.
-        knowledge: how the store's pages are known.
+        knowledge: the side that knows which pages the store has.
         expected: pages that were put and not removed, by key.
         store: the open store.
     """
@@ -113,7 +113,7 @@ class StoreConformance:
     ``make_store``.
 
     Attributes:
-        knowledge: how the pages of the store are known.
+        knowledge: the side that knows which pages the store has.
         lasts: True if a store that is opened later finds the pages.
     """
 
@@ -175,7 +175,7 @@ class StoreConformance:
             assert np.array_equal(out, bench.expected[key])
 
     def test_a_page_may_change_once_it_is_put(self, bench: StoreBench[PageStore]) -> None:
-        """The caller may reuse the pages' memory, which are slots, immediately after the put."""
+        """The caller may reuse the slots that contain the pages immediately after the put."""
         slots = np.stack([page_bytes(page_key(name)) for name in range(8)])
         assert not bench.store.put([(page_key(name), slots[name]) for name in range(8)])
         slots[:] = 0xA5

@@ -104,7 +104,7 @@ class TransferConformance:
         return np.zeros(nbytes, dtype=np.uint8)
 
     def read(self, storage: Any) -> Bytes:
-        """Return a copy of the storage's bytes, after all work enqueued so far."""
+        """Wait for all work enqueued so far, and return a copy of the storage's bytes."""
         return np.array(storage)
 
     def write(self, storage: Any, content: Bytes) -> None:

@@ -14,8 +14,7 @@ from tiered_kv.testing.checked_kv import CELL, Cells, WrongKV, extend, sample
 
 LAYERS = 2
 SHIFT = 101
-"""Number added to a cell's bytes once per layer index, so that no two layers have equal contents.
-"""
+"""``l * SHIFT`` is added to the bytes of layer ``l``, so that no two layers have equal contents."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class OneModel:
 
 
 class PortPool:
-    """A ``BlockPool`` of the port.
+    """Implements the port's ``BlockPool``.
 
     Args:
         pool: the engine's own block pool.
@@ -133,7 +133,7 @@ class PortPool:
 
 
 class PortRequest:
-    """A ``Request`` of the port.
+    """Implements the port's ``Request``.
 
     Args:
         request: the engine's own request.

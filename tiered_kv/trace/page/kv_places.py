@@ -62,8 +62,8 @@ class Stays:
 
     @classmethod
     def of(cls, table: TurnTable, jobs: TracedJobs) -> Stays:
-        """Return the stays of all jobs' turns. A stay ends when the next turn is admitted, or ends
-        without admission. The last stay ends with its gap.
+        """Return the stays of all jobs' turns. A turn's stays last until the next turn is
+        admitted, or ends without admission. The stays of a job's last turn last until its gap ends.
         """
         rows = jobs.rows
         if not len(rows):
