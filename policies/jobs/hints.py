@@ -2,7 +2,7 @@
 
 Hints are read in ``kv_transfer_params`` of the request's body, then in ``vllm_xargs``, which vLLM
 passes on as ``SamplingParams.extra_args``. The first usable value of each name counts. ``identity``
-finds the job, and ``kv_hints`` reads what the client wants to be done with its KV.
+finds the job, and ``kv_hints`` reads what the client wants done with its KV.
 """
 
 from __future__ import annotations
