@@ -153,8 +153,9 @@ def expected_alone_s(job: SimJob, place: Machine, block: int) -> float:
 
 
 def saturated_link_error() -> float:
-    """Return the relative error of the time to answer jobs that return together, against their
-    bytes divided by the link's bandwidth. All KV is in CPU memory, and computing costs nothing.
+    """Return the relative error of the time to answer jobs that return together, against the
+    restored bytes divided by the link's bandwidth. All KV is in CPU memory, and computing costs
+    nothing.
     """
     free = StepCost(step=1e-6, weights=0.0, token=1e-9, pair=0.0, kv=0.0, seq=0.0)
     base = TIGHT.machine()
@@ -207,7 +208,7 @@ def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]
 
 
 def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> bool:
-    """Return True if the simulation ranks all pairs of real figures correctly that differ by more
+    """Return True if the simulation ranks correctly all pairs of real figures that differ by more
     than ``apart``.
 
     Args:
