@@ -65,7 +65,7 @@ FIRST, ADDED, ANSWER = (200, 3_400), (20, 300), (40, 140)
 that run alone include the shortest and the longest. All other lengths are log-uniform."""
 JOBS, TURNS = 12, 6
 CALIBRATION_RATE, RATE = 0.5, 0.2
-"""Arrival rates of the calibration jobs and of the recorded jobs, jobs/s. At the latter, jobs on
+"""Arrival rates of the calibration jobs and of the recorded jobs, jobs/s. At ``RATE``, jobs on
 stock vLLM with this pool take about three times as long as alone."""
 CPU_BYTES = 4 * 2**30
 UNKNOWN = StepCost(step=0.0, weights=0.0, token=0.0, pair=0.0, kv=0.0, seq=0.0)

@@ -327,9 +327,9 @@ class Overcommit:
 
     The fraction starts at 1. When a job returns and part of its context was evicted, the fraction
     falls by the size of that part relative to the pool. Contexts that are found whole raise the
-    fraction towards 1: contexts that fill the pool once close 1 - 1/e of the distance. So the
-    fraction settles where gains and losses are equal. Jobs that are held back despite free blocks
-    raise it slowly, above 1 if necessary.
+    fraction towards 1: those whose sizes add up to the pool close about 1 - 1/e of the distance. So
+    the fraction settles where gains and losses are equal. Jobs that are held back despite free
+    blocks raise it slowly, above 1 if necessary.
     """
 
     def __init__(self) -> None:
@@ -376,7 +376,7 @@ class FairShare:
 
         Args:
             waiting: expected demand of each client's unpinned jobs between turns; includes clients
-                with jobs but no such demand.
+                whose jobs have none.
             room: size of VRAM, and of VRAM and CPU memory together, blocks.
         """
         clients = max(2, len(waiting))

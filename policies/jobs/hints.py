@@ -64,7 +64,7 @@ def read_hints(
     seconds from 0 to a week. ``kv_hints`` is vLLM's field of the request.
 
     An unknown key of ``kv_transfer_params`` counts as ignored. Unknown keys of ``xargs`` do not,
-    because they may be meant for others.
+    because they may be meant for other software.
     """
     found: dict[str, Any] = {}
     ignored, asks = 0, kv_hints is not None
