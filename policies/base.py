@@ -217,8 +217,8 @@ class TurnPolicy(Protocol):
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         """Update the forecast with a gap of ``gap_s`` seconds, after which the next turn arrived.
-        Without ``ended`` the gap is right-censored: the turn had not arrived by then, and is no
-        longer expected."""
+        Without ``ended`` the gap is right-censored: the next turn had not arrived by then, and is
+        no longer expected."""
 
     def dump(self) -> dict[str, object]:
         """Return the learned state as JSON; empty for a policy that never learns."""

@@ -29,7 +29,7 @@ GRID: Array = np.concatenate(
         np.array(_HOURS) * 3600,
     ]
 )
-"""Grid points in seconds, ascending in steps of a tenth to a third. Shape (points,)."""
+"""Grid points in seconds, ascending in steps of 5% to 50%. Shape (points,)."""
 GRID.flags.writeable = False
 _POINTS: list[float] = GRID.tolist()
 
@@ -155,7 +155,7 @@ class Forecast:
 
     def between(self, least_s: float, most_s: float) -> Forecast:
         """Clamp the forecast of X to ``least_s`` and ``most_s`` seconds. A command that sleeps for
-        30 s ends just after that, and so does one that a timeout stops."""
+        30 s ends just after that, and a command that times out ends just after its timeout."""
         if not least_s > 0 and math.isinf(most_s):
             return self
         cdf = self.cdf.copy()

@@ -15,7 +15,7 @@ from .base import Costs, Decision, GapClass, Tier, TurnEnd
 from .distribution import Forecast
 
 BACK_BEFORE = 0.25
-"""q̂: quantile of the return time by which KV below CPU memory is promoted again. Gaps have long
+"""Probability of the quantile q̂ of the gap. KV below CPU memory is promoted by q̂. Gaps have long
 tails. Waiting for the median would be too late for half of the returns, while being early only
 costs space in CPU memory."""
 
@@ -34,8 +34,8 @@ def unpriced(turn: TurnEnd) -> Decision | None:
 
 
 def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
-    """Choose PIN for as long as U rises; without a worthwhile pin, CPU memory, or a lower tier if
-    CPU memory would evict the KV before it is needed; DROP if prefilling again is cheapest."""
+    """Choose PIN until U is highest; without a worthwhile pin, CPU memory, or a lower tier if CPU
+    memory would evict the KV before it is needed; DROP if prefilling again is cheapest."""
     decided = unpriced(turn)
     if decided is not None:
         return decided
@@ -60,8 +60,8 @@ def without_pin(costs: Costs, median_s: float) -> Tier:
 
 
 def _back_s(forecast: Forecast, costs: Costs) -> float | None:
-    """Return q̂ - R, the time after the turn's end at which the promotion starts, seconds; None if
-    the job is too unlikely to return."""
+    """Return the time after the turn's end at which the promotion starts, seconds: q̂ minus the
+    restore time from the lower tier. None if the job is too unlikely to return."""
     back_s = forecast.quantile(BACK_BEFORE)
     if math.isinf(back_s):
         return None

@@ -65,7 +65,7 @@ FIRST, ADDED, ANSWER = (200, 3_400), (20, 300), (40, 140)
 that run alone include the shortest and the longest. All other lengths are log-uniform."""
 JOBS, TURNS = 12, 6
 CALIBRATION_RATE, RATE = 0.5, 0.2
-"""Arrival rates of the calibration jobs and of the recorded jobs, jobs/s. At the latter, jobs on
+"""Arrival rates of the calibration jobs and of the recorded jobs, jobs/s. At ``RATE``, jobs on
 stock vLLM with this pool take about three times as long as alone."""
 CPU_BYTES = 4 * 2**30
 UNKNOWN = StepCost(step=0.0, weights=0.0, token=0.0, pair=0.0, kv=0.0, seq=0.0)
@@ -153,8 +153,9 @@ def expected_alone_s(job: SimJob, place: Machine, block: int) -> float:
 
 
 def saturated_link_error() -> float:
-    """Return the relative error of the time to answer jobs that return together, against their
-    bytes divided by the link's bandwidth. All KV is in CPU memory, and computing costs nothing.
+    """Return the relative error of the time to answer jobs that return together, against the
+    restored bytes divided by the link's bandwidth. All KV is in CPU memory, and computing costs
+    nothing.
     """
     free = StepCost(step=1e-6, weights=0.0, token=1e-9, pair=0.0, kv=0.0, seq=0.0)
     base = TIGHT.machine()
@@ -207,7 +208,7 @@ def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]
 
 
 def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> bool:
-    """Return True if the simulation ranks all pairs of real figures correctly that differ by more
+    """Return True if the simulation ranks correctly all pairs of real figures that differ by more
     than ``apart``.
 
     Args:

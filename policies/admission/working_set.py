@@ -10,9 +10,9 @@ it ends after as many turns as jobs of its age had left. Because some jobs are s
 each is assumed to stay longer than that, by a margin that grows with the spread of turn times. The
 total is highest just before some job ends, so only these moments are evaluated.
 
-Clients get equal shares. Contexts that a client leaves between turns must not keep other clients'
-new jobs out (``FairShare``), nor its requests and pins other clients' requests (``EqualShare``).
-Pure, except for ``TurnPace``, which learns.
+Clients get equal shares. A client's contexts between turns must not keep out other clients' new
+jobs (``FairShare``), and its requests and pins must not keep out other clients' requests
+(``EqualShare``). Without I/O or a clock, but some classes learn from what they observe.
 """
 
 from __future__ import annotations
@@ -327,9 +327,9 @@ class Overcommit:
 
     The fraction starts at 1. When a job returns and part of its context was evicted, the fraction
     falls by the size of that part relative to the pool. Contexts that are found whole raise the
-    fraction towards 1: contexts that fill the pool once close 1 - 1/e of the distance. So the
-    fraction settles where gains and losses are equal. Jobs that are held back despite free blocks
-    raise it slowly, above 1 if necessary.
+    fraction towards 1: those whose sizes add up to the pool close about 1 - 1/e of the distance. So
+    the fraction settles where gains and losses are equal. Jobs that are held back despite free
+    blocks raise it slowly, above 1 if necessary.
     """
 
     def __init__(self) -> None:
@@ -376,7 +376,7 @@ class FairShare:
 
         Args:
             waiting: expected demand of each client's unpinned jobs between turns; includes clients
-                with jobs but no such demand.
+                whose jobs have none.
             room: size of VRAM, and of VRAM and CPU memory together, blocks.
         """
         clients = max(2, len(waiting))
@@ -484,8 +484,8 @@ class TurnPace:
         self.gap_s = _mean(self.gap_s, min(seconds, SOON_S))
 
     def vram_share(self, away_s: float) -> float:
-        """Return the fraction of the time from the end of a job's last turn to the end of its next
-        turn in which the job needs VRAM. It needs VRAM only while a turn runs.
+        """Return the fraction of a cycle in which a job needs VRAM. The cycle lasts from the end of
+        the job's last turn to the end of its next turn, and only the turn needs VRAM.
 
         Args:
             away_s: time since its last turn ended, seconds; 0 at the start of a gap.
@@ -519,7 +519,7 @@ def away_demand(
     Args:
         blocks: unshared blocks of its context.
         grows: growth with every turn, blocks.
-        left: number of turns after the last.
+        left: number of further turns, including the next turn.
         shared: blocks that the job shares with other jobs, if they are counted for this job.
         chance: probability that it returns soon.
         weight: fraction of its blocks that VRAM must hold on average: ``chance`` times the fraction

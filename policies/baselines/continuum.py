@@ -137,8 +137,8 @@ class Continuum(_OfToolGaps):
 class ContinuumFixed(_OfToolGaps):
     """The rule of the released code.
 
-    A turn is pinned for exactly 2.0 s if the mean gap of its tool is at most 2.0 s, or if no gap
-    was observed. A turn without a tool call is not pinned.
+    A turn is pinned for exactly 2.0 s if the mean gap of its tool is at most 2.0 s, or if the tool
+    has no gap yet. A turn without a tool call is not pinned.
     """
 
     ttl_s: ClassVar[float] = 2.0

@@ -9,9 +9,9 @@ from .unpinned import StatelessPolicy
 
 
 class InferCept(StatelessPolicy):
-    """Chooses what wastes the least memory, multiplied by time, for a turn of C tokens of M bytes.
+    """Chooses the option that wastes the least memory for a turn of C tokens of M bytes each.
 
-    The waste, divided by the common factor C M, is:
+    The waste is memory multiplied by time. Divided by the common factor C M, it is:
 
     - discard: T_fwd(C), the time to recompute the context;
     - preserve: the gap;

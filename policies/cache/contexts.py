@@ -22,7 +22,7 @@ class Run:
     Attributes:
         keys: keys of the pages, first to last.
         above: the preceding run; None at the start of a context.
-        last: the most recently put context that passes through the run.
+        last: of the contexts through the run, the one whose pages were set most recently.
         shared: True if several contexts had the run's pages at some time.
         below: runs that follow this run.
         ends: contexts that end with the run's last page.
@@ -168,7 +168,7 @@ class ContextTree:
                 run.last, run.shared = context, True
             at, above = at + same, run
         fresh = list(keys[at:])
-        if not self.runs.keys().isdisjoint(fresh):  # not a context: its keys are elsewhere
+        if not self.runs.keys().isdisjoint(fresh):  # some keys are on another path of the tree
             fresh = list(takewhile(lambda key: key not in self.runs, fresh))
         shared = _leading(fresh, known) if known else 0
         for part in (fresh[:shared], fresh[shared:]):

@@ -37,10 +37,10 @@ class ByWorth(EvictionOrder):
 
     - Superseded pages are evicted before all others.
     - A page of several jobs has the rank of the most valuable job, and is counted once.
-    - Pages that only finished jobs had are evicted next.
+    - Pages that only finished jobs had are evicted right after superseded pages.
     - Other pages that no job waits for (of running turns, prefixes that several jobs had, contexts
-      without a forecast) are worth half a mean page when they are used, and half as much every half
-      minute.
+      without a forecast) are worth half a mean page when they are used, and lose half of their
+      worth every half minute.
     - If no job ever waits, this is LRU.
 
     Contexts are ranked at intervals, but not their pages. The pages are found from the end of each
@@ -50,8 +50,8 @@ class ByWorth(EvictionOrder):
 
     Args:
         clock: monotonic seconds.
-        most_pages: maximum number of pages in all contexts, and in all branches that jobs left.
-            Beyond it, the job that has been idle for longest is forgotten, or its branches.
+        most_pages: maximum number of pages in all contexts, and also in all branches that jobs
+            left. Beyond it, the job that has been idle for longest is forgotten, or its branches.
     """
 
     rank_every_s: ClassVar[float] = RANK_EVERY_S
@@ -314,7 +314,7 @@ class ByWorth(EvictionOrder):
             self._unused.update(dict.fromkeys(pages, since))
 
     def _leave(self, context: Context, gone: Sequence[Run]) -> None:
-        """Remember pages that a job no longer has, and forget the branch that it is back on."""
+        """Remember pages that a job no longer has, and forget those that it has again."""
         left = list[Branch]()
         for branch in context.left:
             back = sum(1 for _ in takewhile(self._tree.runs.__contains__, branch.keys))

@@ -41,7 +41,7 @@ class FasterRestore:
         return RestoreMode.SYNC if sync_s <= async_s else RestoreMode.ASYNC
 
     def usable(self, tokens: int) -> int:
-        """Return how many of the ``tokens`` prompt tokens that were found to restore."""
+        """Return how many of the ``tokens`` prompt tokens that were found are to be restored."""
         return tokens
 
 

@@ -29,7 +29,7 @@ SIMILAR_SIGMA = 0.3
 PRIOR_WEIGHT = 1.0
 """Weight of the uniform distribution of ranks with which every job starts, as a number of gaps."""
 MAX_GAPS = 64
-"""Maximum number of gaps kept per job. Older ones would have almost no weight."""
+"""Maximum number of gaps kept per job. Older gaps would have weights below 0.15."""
 MAX_JOBS = 4096
 """Maximum number of jobs kept, about 5 KiB each. The least recently active job is dropped first."""
 

@@ -65,7 +65,7 @@ class Node:
 
     def observe(self, cells: Array, mean: float, variance: float) -> None:
         """Add a gap. ``cells`` is the probability that it lies in each cell; ``mean`` and
-        ``variance`` are those of its logarithm."""
+        ``variance`` describe its logarithm."""
         old = self.weight * NODE_DECAY
         off = mean - self.mean
         self.seen += 1
@@ -115,8 +115,8 @@ class ToolHierarchy:
         return _sharpened(forecast.masses, tool.expected_s)
 
     def observe(self, tool: ToolUse | None, cells: Array) -> None:
-        """Add a gap after a call of ``tool``. ``cells`` is the probability of each cell to contain
-        the gap, shape (cells,)."""
+        """Add a gap after a call of ``tool``. ``cells`` is the probability that the gap lies in
+        each cell, shape (cells,)."""
         mean = float(cells @ CELL_LOG_S)
         variance = float(cells @ (CELL_LOG_S - mean) ** 2)
         self._root.observe(cells, mean, variance)

@@ -2,7 +2,7 @@
 
 Hints are read in ``kv_transfer_params`` of the request's body, then in ``vllm_xargs``, which vLLM
 passes on as ``SamplingParams.extra_args``. The first usable value of each name counts. ``identity``
-finds the job, and ``kv_hints`` reads what the client wants to be done with its KV.
+finds the job, and ``kv_hints`` reads what the client wants done with its KV.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_hints(
     seconds from 0 to a week. ``kv_hints`` is vLLM's field of the request.
 
     An unknown key of ``kv_transfer_params`` counts as ignored. Unknown keys of ``xargs`` do not,
-    because they may be meant for others.
+    because they may be meant for other software.
     """
     found: dict[str, Any] = {}
     ignored, asks = 0, kv_hints is not None

@@ -4,8 +4,9 @@ A job is identified by its scope, session and agent. The scope is the cache salt
 ids are claims of a client, and clients without a salt trust each other. Session, agent and parent
 are each read from the first row of ``SOURCES`` that has them. Two further rules apply:
 
-- A client's session, if it differs from the session of an earlier row, is added to it. So a router
-  or gateway that sends one session id for several clients does not merge their jobs.
+- A client's own session, if it differs from the session of an earlier row, is appended to that
+  session. So a router or gateway that sends one session id for several clients does not merge
+  their jobs.
 - A ``job_id`` or ``program_id`` names a job completely, and nothing is added to it.
 
 ``claim`` runs in the API server and reads what vLLM drops: headers and body fields. The middleware
@@ -292,8 +293,8 @@ def _inner(value: object, path: tuple[str, ...]) -> object:
 
 
 def opened(text: str) -> object:
-    """Parse a string as a JSON object; None if it is not one. Claude Code's user ids before 2.1.78
-    are not JSON, but end with the session, which is returned as an object."""
+    """Parse a string as a JSON object; None if it is not one. The user ids of Claude Code before
+    2.1.78 are not JSON, but end with the session, which is returned as an object."""
     if len(text) > MAX_NESTED_CHARS:
         return None
     if text[:1] == "{":
@@ -346,8 +347,8 @@ def claim(headers: Mapping[str, str], body: Mapping[str, object]) -> Claim:
 
 
 def _is_subagent(system: object) -> bool:
-    """Return True if a system prompt begins with Claude Code's mark of a subagent. If a router
-    drops headers, nothing else distinguishes a subagent from the main agent of its session."""
+    """Return True if the start of a system prompt contains Claude Code's mark of a subagent. If a
+    router drops headers, only the mark distinguishes a subagent from its session's main agent."""
     return isinstance(system, str) and system.find(_SUBAGENT, 0, _SUBAGENT_WITHIN) >= 0
 
 

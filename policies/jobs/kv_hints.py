@@ -25,7 +25,7 @@ from .identity import AGENTIC_CONTEXT, identify, opened
 MAX_ACTIONS = 64
 """Maximum number of actions in a request, or in a call of the route."""
 MAX_TOKENS, MAX_HASHES = 1 << 18, 1 << 14
-"""Maximum number of token ids, and of block hashes, in these actions."""
+"""Maximum number of token ids, and of block hashes, in all actions of a request or call."""
 MAX_MESSAGE_CHARS = 2 << 20
 """Maximum length of a message that is JSON in a string, characters."""
 MAX_ID_BYTES = 128
@@ -73,7 +73,7 @@ class Target:
         number: number of a job in any scope, from ``/tiered_kv/jobs``. Only operators may use it.
         tokens: token ids from the start of a context.
         hashes: block hashes, each of which covers all tokens up to the end of its block. A hash of
-            8 bytes is the end of a longer hash, because vLLM's KV events may have such numbers.
+            8 bytes may be the end of a longer hash, because vLLM's KV events may shorten hashes.
         own: True if the target is the job of the request that carries the hint.
     """
 
@@ -133,7 +133,7 @@ class HintResult:
 
 _INTENTS = {
     **{intent.value: intent for intent in Intent},
-    "fetch": Intent.PREFETCH,  # vLLM's; its source is not needed, because shared tiers are known
+    "fetch": Intent.PREFETCH,  # vLLM's name; its source is not needed: shared tiers are known
     "evict": Intent.RELEASE,  # drafts of vLLM and Dynamo
     "deref": Intent.RELEASE,  # SGLang's draft
 }

@@ -280,8 +280,8 @@ class Lineage:
         self._places.setdefault(turn.job.salt, {}).setdefault(turn.block, []).append(turn)
 
     def _continued(self, salt: str, hashes: Sequence[bytes], prompt: Sequence[int]) -> _Turn | None:
-        """Return the turn that this prompt continues or retries, which is the one with the longest
-        prompt if there are several; None if there is none."""
+        """Return the turn that this prompt continues or retries; None if there is none. Of several
+        turns, those with the longest common prefix are considered, and the likeliest is chosen."""
         places = self._places.get(salt, {})
         known = filter(places.__contains__, reversed(hashes))
         for block in islice(known, MAX_PLACES):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from tiered_kv.policies.distribution import Forecast
 
 SOON_S = 60.0
-"""A job between turns takes space in proportion to its chance to return within this time, seconds.
-A new job need not wait for a job that returns later."""
+"""Time in seconds. The demand of a job between turns counts in proportion to the job's chance to
+return within this time. A new job need not wait for a job that returns later."""
 RETURN_DECAY = 0.98
 """Factor by which a client's record decays with each further job."""
 PRIOR_RETURNS, PRIOR_LOSSES = 19.0, 1.0

@@ -27,8 +27,8 @@ _TOKENS = 1000.0  # unit of the fit, so that both terms have similar magnitude
 
 class PrefillFit:
     """Estimator of the time to prefill tokens after a context. One term is linear in the number of
-    tokens; the other, for attention, is quadratic in their end position. Fitted by weighted least
-    squares on relative errors; both terms stay non-negative.
+    tokens; the other, for attention, in the difference of the squares of their end and start.
+    Fitted by weighted least squares on relative errors; both terms stay non-negative.
 
     Attributes:
         measured: True once a real prefill was observed.
@@ -37,7 +37,7 @@ class PrefillFit:
     def __init__(self) -> None:
         self.measured = False
         self._linear = self._quadratic = 0.0
-        self._sums = [0.0] * 5  # of x x, x z, z z, x, z; all over seconds: relative errors
+        self._sums = [0.0] * 5  # of xx, xz, zz, x and z, with x and z divided by seconds
 
     def suppose(self, linear: float, quadratic: float) -> None:
         """Add an estimate of both terms, with the weight of two prefills.

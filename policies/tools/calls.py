@@ -67,7 +67,7 @@ def _candidates(text: str) -> Iterator[Format]:
 
 _BEGINS = [re.compile(style.begin) for style in MARKED]
 
-# Markers of the chat templates. gpt-oss ends a message with <|end|>, and begins the next one.
+# Markers of the chat templates. gpt-oss ends a message with <|end|>; <|start|> begins the next.
 _THINK = r"[\w|:]{0,12}think[\w|:]{0,12}>"
 _OPEN = rf"<{_THINK}|<(?:reasoning|thought)>|\[THINK\]|<\|START_THINKING\|>|◁think▷"
 _OPEN += r"|<\|begin_of_thought\|>|<\|channel>thought|<\|channel\|>analysis<\|message\|>"

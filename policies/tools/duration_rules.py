@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from tiered_kv.policies.base import Rule
 
 OVERHEAD_S = 0.1
-"""The agent's overhead in every median, such as starting a shell and sending the result,
-seconds."""
+"""The agent's overhead per call, such as starting a shell and sending the result, seconds. Every
+median includes it."""
 
 # Medians in seconds. A spread of 0.8 in ln X is a factor of 2.2 up or down; 1.5 is a factor of 4.5.
 AT_ONCE = Rule(0.15, 0.8)

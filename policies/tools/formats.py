@@ -49,7 +49,7 @@ class Format:
 def _json_at(text: str, start: int) -> tuple[object, int] | None:
     """Parse the JSON object or list at ``start``, which white space may precede. Returns the value
     and its end; None if there is no complete value."""
-    start = _BLANK.match(text, start).end()  # type: ignore[union-attr]  # matches nothing, too
+    start = _BLANK.match(text, start).end()  # type: ignore[union-attr]  # always matches
     if not text.startswith(("{", "["), start):
         return None
     try:

@@ -76,7 +76,7 @@ def _substitution(text: str, start: int, backtick: bool) -> tuple[str, int]:
         backtick: True if the substitution is written with backticks.
     """
     if backtick:
-        end = _BACKTICK.match(text, start).end()  # type: ignore[union-attr]  # matches nothing, too
+        end = _BACKTICK.match(text, start).end()  # type: ignore[union-attr]  # always matches
         return text[start:end], end + 1
     depth = 1
     for part in _IN_PARENTHESES.finditer(text, start):

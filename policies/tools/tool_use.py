@@ -95,7 +95,7 @@ def _waited(arguments: Mapping[str, object]) -> float | None:
 
 _MORE_THAN_SECONDS = 10_000
 """Smallest timeout that is interpreted as milliseconds, the unit of Claude Code. No tool waits
-10,000 seconds, which are almost three hours."""
+10,000 seconds (almost three hours)."""
 
 
 def _limit_s(arguments: Mapping[str, object]) -> float:

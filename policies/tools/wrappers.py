@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LONGEST_S = 7 * 86_400.0
-"""Duration of ``sleep infinity``, seconds."""
+"""Maximum duration, to which longer ones and ``sleep infinity`` are reduced, seconds."""
 
 SOME_TIMES = 10
 """Assumed number of runs of a command if a script does not specify it."""

@@ -35,8 +35,8 @@ class _Known:
 
 
 class RememberedLookups:
-    """Replaces the lookup of a KV cache manager that has a single group of full attention with a
-    cached lookup. The manager's prefix cache must not be reset.
+    """Caches the prefix lookups of a KV cache manager that has a single full-attention group. The
+    manager's prefix cache must not be reset.
     """
 
     def __init__(self, manager: Any) -> None:

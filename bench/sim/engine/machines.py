@@ -1,8 +1,8 @@
 """Machines: a model on GPUs, with a KV pool and links to lower tiers.
 
 The duration of a step comes from ``tiered_kv.sizing.step_cost``, or is fitted to a real server
-(``validate``). Published figures are ratios between servers on the same machine, so they do not
-depend on the assumed fractions of data-sheet values.
+(``validate``). Published figures are ratios between servers on the same machine, so they depend
+less than times on the assumed fractions of data-sheet values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Machine:
 
     Attributes:
         pool_tokens: capacity of the KV pool in VRAM, counted in blocks of one page group.
-        kv_bytes: bytes per token in such a block, over all ranks.
+        kv_bytes: KV bytes per token in one page group, over all ranks.
         max_len: maximum request length, tokens.
         cost: cost of an engine step.
         link: bytes/s between VRAM and host memory in each direction, over all ranks.

@@ -92,8 +92,9 @@ class Outcome:
         tokens by tier.
 
         ``parents_found``: fraction of jobs' previous contexts that were found after their
-        sub-agents ended. ``promoted_wasted``: fraction of the pages promoted from SSD.
-        ``makespan_s``: seconds from the first job's start until all jobs have finished.
+        sub-agents ended. ``promoted_wasted``: fraction of the pages promoted from SSD that were
+        evicted before any use. ``makespan_s``: seconds from the first job's start until all jobs
+        have finished.
         """
         took = [job.took_s for job in self.jobs if not job.is_agent]
         turns = [turn for job in self.jobs for turn in job.turns]

@@ -163,7 +163,7 @@ MODELS: Mapping[str, Model] = {
         131_072,
         "config.json of NVIDIA-Nemotron-Nano-9B-v2; parameters added up from it",
         states=StateLayers(27, mamba2_bytes(heads=128, head=80, state=128, groups=8, kernel=4)),
-        reduced=56,  # 25 of them multilayer perceptrons
+        reduced=56,  # 25 of them for multilayer perceptrons
     ),
     "gemma-3-12b": Model(
         11.8e9,

@@ -3,8 +3,8 @@ worker.
 
 Time passes in steps, whose duration ``StepCost`` determines. While all requests only decode,
 several steps are taken together (a leap): every running request produces the tokens that it would
-have produced until the next event. No event happens in between, so a leap only saves the
-simulator's own time.
+have produced until the next event. Only the connector's timed admissions can fall within a leap
+(see ``LEAP_WAITING_S``); otherwise a leap just saves the simulator's own time.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Handling of arriving turns outside the engine, as described by other systems.
 
-``Ordering`` sets the priorities of requests: by job, or by Autellix's PLAS, which serves the job
-with the least service so far first. PLAS has levels whose bounds double, and a job returns to the
-first level once it has waited ``STARVED`` times as long as it was served.
+``Ordering`` sets the priorities of requests: by job, or by Autellix's PLAS, which prefers the job
+that has received the least service so far. PLAS has levels whose bounds double, and a job returns
+to the first level once it has waited ``STARVED`` times as long as it was served.
 
 ``Gate`` pauses and resumes whole programs by the size of their contexts, as ThunderAgent does. An
 admitted program keeps its place in VRAM while its tools run, as far as vLLM's prefix cache allows.
 Every five seconds the contexts of the admitted programs are summed. While they exceed the pool, the
-program that arrived last is paused, and its next turns are held back. While there is space, the
-oldest held program is admitted, paused programs before new ones. A single program is never held
-back.
+program admitted last is paused, and its next turns are held back. While there is space, the oldest
+held program is admitted, paused programs before new ones. A single program is never held back.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Gate:
 
     def __init__(self, pool_tokens: float) -> None:
         self._pool = pool_tokens
-        self._active: dict[str, int] = {}  # program -> tokens, in order of arrival
+        self._active: dict[str, int] = {}  # program -> tokens, in order of admission
         self._paused: dict[str, int] = {}
         self._held: dict[str, list[Callable[[], None]]] = {}
 

@@ -17,7 +17,7 @@ from tiered_kv.policies.tier_choice import Occupancy, unpriced, without_pin
 
 
 class Clairvoyant(StatelessPolicy):
-    """The upper bound of all policies: pins for exactly the gap X if the pin saves more than it
+    """The upper bound of all policies: pins for exactly the gap X if the pin saves at least what it
     costs, B >= λ X.
 
     Attributes:
@@ -37,7 +37,7 @@ class Clairvoyant(StatelessPolicy):
 
 
 class KnownGaps(Clairvoyant):
-    """All gaps of a workload, by job name and turn number.
+    """Clairvoyant policy that knows all gaps of a workload, by job name and turn number.
 
     Args:
         jobs: jobs of the workload, sub-agents included.

@@ -13,7 +13,7 @@ and the free blocks that the small pool would have, so vLLM admits and preempts 
 free block keeps its KV, because the large pool has blocks that were never used. After a preemption,
 only the request's partial last block is recomputed.
 
-``StaticBatchScheduler`` has static batches, like servers before Orca (Yu et al., OSDI 2022) let
+``StaticBatchScheduler`` has static batches, as was usual before Orca (Yu et al., OSDI 2022) let
 requests join at every step. When no request is running, the waiting requests form a batch, up to
 the limit of running requests. No other request starts before the whole batch has finished. Each
 answer is sent when it is complete, not when the batch is.

@@ -10,7 +10,7 @@ of ``TIERED_KV_POLICY``, or any ``module:Class``, run the connector. The other b
 - ``lmcache``: CPU memory, filled as KV is computed and evicted in LRU order; restores in chunks of
   256 tokens, before the step that needs them.
 - ``clairvoyant``: knows each gap and pins for exactly that time.
-- ``infinite``: stock vLLM with a pool for everything.
+- ``infinite``: stock vLLM with a pool that holds everything.
 - ``in-batches``: stock vLLM with static batches, see ``schedulers``.
 - ``reach``: ``infinite``, but no more contexts run concurrently than the machine's pool holds.
   ``job-reach``: the same, in the order in which jobs arrived.
@@ -20,7 +20,7 @@ scheduler. ``occupancy-patient`` assumes clients that never time out, as ``thund
 ``occupancy-open`` holds no job back, ``occupancy-unpinned`` pins nothing, ``occupancy-late``
 promotes nothing before a job returns, and ``occupancy-blind`` makes the same forecast for every
 gap. ``occupancy-orphans`` does not know which job started a sub-agent. ``occupancy-knowing`` knows
-each job's number of turns and final context length. ``continuum`` and ``continuum-fixed`` serve
+each job's number of turns and its longest context. ``continuum`` and ``continuum-fixed`` serve
 requests in job order, as in their paper. ``lru+cpu`` is plain offloading.
 """
 
@@ -55,11 +55,11 @@ class Server:
         chunk: tokens per chunk, if whole chunks are restored before a step; 0 restores as tiered-kv
             does.
         in_job_order: True to run ``ContinuumScheduler``.
-        patient: True if a job may be held back for any time.
+        patient: True if a job may be held back for any length of time.
         open: True if no job is held back.
         variant: creates the policy that replaces ``policy``; None uses the policy itself.
         in_batches: True for static batches.
-        knowing: True if admission knows each job's number of turns and final context length.
+        knowing: True if admission knows each job's number of turns and its longest context.
         orphans: True if clients do not name the parents of sub-agents.
         eviction: eviction rule of CPU memory; None for the default.
     """

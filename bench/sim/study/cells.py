@@ -45,7 +45,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @cache
 def code_digest(outside: frozenset[str] = frozenset()) -> str:
-    """Return a digest of the code that a run depends on: this package and vLLM's version.
+    """Return a digest of the code that a run depends on: this project and vLLM's version.
 
     Args:
         outside: names of further modules to include.
@@ -117,7 +117,7 @@ class Source:
     traces: str = ""
 
     def jobs_for(self, place: Machine, seed: int) -> Workload:
-        """Return the jobs for a seed that fit on a machine."""
+        """Return the jobs for a seed, without jobs that do not fit on the machine."""
         made = self.workload not in RECORDED
         every = (
             generate(self.workload, self.jobs, seed) if made else coding_agents(Path(self.traces))

@@ -109,7 +109,7 @@ class Measured:
         return means(self.runs[label])[figure]
 
     def over(self, label: str, other: str, figure: str = "mean_s") -> PairedRatio:
-        """Return the ratio of a figure between the cases ``label`` and ``other``."""
+        """Return the ratio of a figure: the case ``label`` over the case ``other``."""
         ours, theirs = ([one[figure] for one in self.runs[name]] for name in (label, other))
         return PairedRatio.of(ours, theirs)
 
@@ -336,8 +336,8 @@ def _case_row(one: Measured, label: str, figure: str) -> dict[str, Any]:
 
 
 def over_best(study: Study, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return the ratios of each group's first case to the best of the others, to the second case
-    (the same policy without admission control), and to the last case (a bound).
+    """Return the ratios of each group's first case to the second case (the same policy without
+    admission control), to the last case (a bound), and to the best of the cases in between.
     """
     folds = [_fold_row(one) for one in measured]
     over = [fold["over_best"] for fold in folds]

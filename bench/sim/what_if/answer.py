@@ -98,7 +98,8 @@ class WhatIf:
         recorded, simulated, what_if: figures of the trace, and of the two simulations.
         simulated_over_recorded: ratios that show how accurate the simulation is.
         what_if_over_simulated: ratios of the other policy to the recorded one, both simulated.
-        costs: step costs of the engine, seconds; ``error`` is their median relative error.
+        costs: step costs of the engine, seconds; ``error``, their median relative error; and the
+            bandwidth ``copy_bytes_per_s``.
         limits: limits of the estimate, one sentence each.
         by_job: completion times of each job.
         bad_lines: number of invalid lines.
@@ -281,7 +282,7 @@ def _figures(
 
 
 def _ratios(figures: Figures, base: Figures) -> dict[str, float]:
-    """Return ratios of the times of ``figures`` to those of ``base``. Ratios to zero are left
+    """Return ratios of the times in ``figures`` to the times in ``base``. Ratios to zero are left
     out.
     """
     times = {name: f"{name}_s" for name in ("mean", "p50", "p95")}

@@ -36,10 +36,10 @@ time."""
 WRITE_SHARE = 0.8
 """Speed of writing to SSD, as a fraction of the speed of reading."""
 LEAST_KV = 8
-"""Number that the simulator's KV bytes per token are a multiple of."""
+"""The simulator's KV bytes per token are a multiple of this number."""
 NO_END_BYTES = 1 << 44
 MOST_BLOCKS, MOST_BLOCK_TOKENS, MOST_CONTEXT = 4_000_000, 65_536, 4_000_000
-"""Maximum sizes to simulate, far beyond those of any engine."""
+"""Maximum sizes to simulate, far beyond any engine's sizes."""
 
 
 class WhatIfError(TieredKVError):
@@ -53,7 +53,8 @@ class Recording:
     Attributes:
         left_out: number of turns of other engines.
         cut: True if the trace has more turns than were read.
-        bad_lines: number of invalid lines. bad: the first invalid lines.
+        bad_lines: number of invalid lines.
+        bad: the first invalid lines.
     """
 
     path: Path

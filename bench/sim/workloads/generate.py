@@ -6,10 +6,12 @@ exist:
 - ``swe-agent``: 25 turns on average after a shared prompt of 4,000 tokens. Nine of ten commands are
   fast: recorded calls of SWE-agent (SWE-agent/SWE-agent @3ea751c, 40 calls) took 0.12 to 1.2 s,
   with a median of 0.24 s. Every tenth runs tests or builds, for 8 to 60 s.
-- ``chat``: people who read and type. The median gap is half a minute. - ``mixed``: half
-``swe-agent``, half ``chat``. - ``burst``: ``original``, twenty jobs at a time. - ``turns-4`` to
-``turns-32``: ``original`` with that many turns, and a long gap per seven of them. - ``rollouts``: a
-reinforcement learning step. Jobs of ``swe-agent``, eight per prompt, all start
+- ``chat``: people who read and type. The median gap is half a minute.
+- ``mixed``: half ``swe-agent``, half ``chat``.
+- ``burst``: ``original``, twenty jobs at a time.
+- ``turns-4`` to ``turns-32``: ``original`` with that many turns. One gap in seven is long, and
+  at least one.
+- ``rollouts``: a reinforcement learning step. Jobs of ``swe-agent``, eight per prompt, all start
   together, and the step ends with the last job.
 - ``wrong-hints``, ``no-hints``: ``original`` with clients that send wrong hints or none.
 """
@@ -80,7 +82,7 @@ def _job(name: str, steps: Sequence[Step], prefix: str = "", prefix_tokens: int 
 
 
 def _rollout(rng: Rng, name: str) -> SimJob:
-    """Create a job of a group. Its prompt is drawn from the group's number, not from ``rng``."""
+    """Create a job of a group. The length of its prompt depends on the group, not on ``rng``."""
     group = int(name.rpartition("-")[2]) // ROLLOUTS
     prompt = SWE_SHARED + int(np.random.default_rng(group).uniform(500, 2_500))
     job = _swe_agent(rng, name)
@@ -156,7 +158,7 @@ def generate(name: str, count: int, seed: int) -> Workload:
 
 
 def _misled(job: SimJob) -> SimJob:
-    """Exchange the tool names, so that every hint about a tool is wrong."""
+    """Exchange the tool commands, so that every hint about a tool is wrong."""
     other = {SHORT_TOOL: LONG_TOOL, LONG_TOOL: SHORT_TOOL}
     turns = tuple(replace(turn, tool=other.get(turn.tool, "")) for turn in job.turns)
     return replace(job, turns=turns)

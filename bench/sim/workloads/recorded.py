@@ -7,9 +7,9 @@ sub-agent has finished, with the same delay as in the recording.
 
 A session is split at gaps of over ten minutes, because the user was away; the rest becomes another
 job. It is also split where a gap, or the number of tokens shared with the previous request, is
-null. A request without tokens is left out. In a sub-agent, the requests after it are left out too.
-A sub-agent of unknown duration is left out, and its time is part of its parent's gap. Everything
-that is left out is counted.
+null, and at a request without tokens, which is left out. A sub-agent's requests from the first null
+on are left out. A sub-agent of unknown duration is left out, and its time is part of its parent's
+gap. Everything that is left out is counted.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Hints(Enum):
     RIGHT = "right"
     """The job's name, tools, and a mark on the last turn."""
     WRONG = "wrong"
-    """The job's name is right, but every turn is marked as the last, and tool names are wrong."""
+    """The job's name is right, but every turn is marked as the last, and commands are wrong."""
     NONE = "none"
 
 
@@ -91,7 +91,7 @@ class Workload:
 
     Attributes:
         hints: hints that the clients send.
-        block: tokens per block that suits the jobs' contexts.
+        block: block size that suits the jobs' contexts, tokens.
         burst: number of jobs that arrive together.
         left_out: counts of sessions and turns that are not played, by reason. ``too_long`` counts
             jobs that are too long for the machine.
