@@ -40,7 +40,7 @@ from .virtual_worker import CopyLines, Line, VirtualStore, VirtualWorker
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 8
-"""Steps between two searches for the tokens that would have been restored for a waiting turn."""
+"""Steps between two searches for the tokens that a waiting turn would have found."""
 
 
 class _Coming(NamedTuple):
@@ -139,7 +139,7 @@ class VirtualDispatch(OrderDispatch):
 
 
 class Observation:
-    """Records the tokens that the connector would have restored for waiting turns. Used on one
+    """Records the prompt tokens that waiting turns would have found in managed mode. Used on one
     thread.
 
     Args:
@@ -162,7 +162,7 @@ class Observation:
 
     @property
     def would_have_saved(self) -> dict[str, int]:
-        """Prompt tokens that were computed but would have been restored, by tier, since the
+        """Computed prompt tokens that would have been found in managed mode, by tier, since the
         start."""
         totals = self._engine.counters.totals
         return {tier: int(totals[name]) for name, tier in WOULD_HAVE_SAVED.items()}
@@ -172,8 +172,8 @@ class Observation:
         Searches on the first call, every ``LOOK_EVERY`` steps, and when ``num_computed`` changes.
 
         Args:
-            num_computed: tokens of the prompt that are in VRAM; ``turn.source`` has the number of
-                the last search.
+            num_computed: tokens of the prompt that are in VRAM. ``turn.source.vram_tokens`` is the
+                value from the last call.
         """
         seen, restores, promotions = turn.observed, self._pages.restores, self._pages.promotions
         changed, looked_at = num_computed != turn.source.vram_tokens, seen.looked_at

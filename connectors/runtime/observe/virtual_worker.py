@@ -143,7 +143,7 @@ class VirtualStore:
         return Proposal(dying, tuple(self._segments[dying]))
 
     def drop(self, keys: Iterable[PageKey]) -> None:
-        """Forget pages. A full segment is deleted with its last page."""
+        """Forget pages. A segment that gets no further pages is deleted with its last page."""
         for key in keys:
             if (number := self._where.pop(key, None)) is not None:
                 del self._segments[number][key]

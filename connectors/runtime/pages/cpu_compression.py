@@ -1,7 +1,7 @@
 """Compression of CPU memory: when free slots are scarce, pages are compressed in place.
 
-The pages that have waited longest are compressed first. The only cost is decoding time, so pages
-are compressed before any page is evicted.
+The pages that have been in CPU memory longest are compressed first. The only cost is decoding time,
+so pages are compressed before any page is evicted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tiered_kv.pages.order_book import OrderBook, Settled
 
 LEAST_PAGES, MOST_PAGES = 4, 32
 BUNDLE_BYTES = 64 << 20
-"""Minimum and maximum number of pages in a bundle, and its maximum size, bytes. A bundle wastes on
-average half of its last slot, of about 20 slots, so larger bundles waste less. But a bundle is
+"""Minimum and maximum number of pages in a bundle, and its maximum size, bytes. On average, half of
+a bundle's last slot is wasted. The waste is a smaller fraction of a larger bundle, but a bundle is
 evicted as a whole."""
 FREE_SHARE = 8
 """One slot in ``FREE_SHARE`` is kept free for saves, as far as compression can free slots. Fewer
@@ -131,7 +131,7 @@ class Compression:
         self._together = [bundle_pages(nbytes) for nbytes in self._book.page_bytes]
 
     def pack_ahead(self) -> None:
-        """Compress the pages that have waited longest, if free slots are scarce."""
+        """Compress the pages that have been in CPU memory longest, if free slots are scarce."""
         if not self._groups:
             return
         index, taken = self._index, self._index.taken

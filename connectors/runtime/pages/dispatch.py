@@ -230,10 +230,10 @@ class OrderDispatch:
     def on_idle(self) -> bool:
         """Return True if an idle engine should keep stepping.
 
-        Demotions alone are not a reason, because their threads write without steps. A store may be
-        slow, and until it finishes, stepping would keep cores busy and could slow down a store on
-        the same machine. With ``awaits_demotions`` they are, because only a step takes the workers'
-        reports.
+        Demotions in flight alone are no reason, because their threads write without steps. A store
+        may be slow, and until it finishes, stepping would keep cores busy and could slow down a
+        store on the same machine. Demotions are a reason if more pages are queued for demotion, or
+        with ``awaits_demotions``, because only a step sends orders and takes the workers' reports.
         """
         demotions = self.awaits_demotions or any(tier.has_more for tier in self._tiers.values())
         return self._under_way(demotions=demotions)

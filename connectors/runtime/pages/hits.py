@@ -21,7 +21,7 @@ Run = Callable[[Sequence[PageKey], int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A prefix of ``tokens``, and its pages beyond the VRAM prefix."""
+    """A prefix of ``tokens`` tokens, and its pages beyond the VRAM prefix."""
 
     tokens: int
     parts: tuple[GroupPages, ...]
@@ -178,10 +178,10 @@ class HitFinder:
 
     def _at(self, query: _Query, tokens: int, tail: PageKey | None = None) -> Found | _Lacks:
         """Return the pages of a prefix of exactly ``tokens`` tokens. If pages are missing, returns
-        the length from which a complete prefix is possible.
+        the greatest length that a shorter complete prefix can have.
 
         Args:
-            tail: partial page of the first group whose first tokens fill the last block.
+            tail: the first group's key of a partial page whose first tokens fill the last block.
         """
         parts: list[GroupPages | None] = [None] * len(self._facts.groups)
         for at in self._order:

@@ -3,7 +3,7 @@ tier has.
 
 The first pages are queried first, and the other pages once all of the first pages are found. Groups
 that keep only a part of the context have pages at some boundaries only, and only the engine that
-wrote them knows which. Their pages are queried last, near the end of what the other groups have,
+wrote them knows which. Their pages are queried last, near the end of the other groups' pages,
 because the stored context ends close to that point.
 """
 
@@ -66,14 +66,14 @@ def answer_wait_s(compute_s: float, *, measured: bool) -> float:
 
 
 class _Question(NamedTuple):
-    """A query for pages to a tier.
+    """A query to a tier for pages.
 
     Attributes:
-        context: the pages and those before them, from the start of a run.
-        start: number of tokens before the pages.
-        tokens: number of tokens that need no prefill if the pages are found, including those of
-            pages that a later query covers, because all of them are prefilled if this query gets
-            no reply.
+        context: the queried pages after the pages before them, from the start of a run.
+        start: number of tokens before the queried pages.
+        tokens: number of tokens that need no prefill if the pages are found. Includes the tokens of
+            pages that a later query covers, because without a reply to this query these tokens are
+            prefilled too.
     """
 
     tier: LowerTier

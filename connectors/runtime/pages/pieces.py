@@ -76,7 +76,7 @@ class _Rest:
         return [PlacedPage(run.group, key, block) for key, block in pairs]
 
     def drop(self, pages: int) -> None:
-        """Remove the pages ``pages``, which are the first ones and of one group."""
+        """Remove the first ``pages`` pages, which must be in one group."""
         if self.again:
             for _ in range(pages):
                 self.again.popleft()
@@ -134,7 +134,7 @@ class _Restore:
         copying: unfinished copies to VRAM of pages in the order of the context, each with the
             number of tokens up to its end.
         follows: number of blocks before the page that follows the last of these copies; None once
-            another page was copied.
+            a page was copied out of order, or a copy failed.
         tokens: number of tokens up to the end of the restore.
     """
 
@@ -235,7 +235,7 @@ class RestorePieces:
                 restore.touch.append((run, start))
 
     def on_settled(self, done: Settled[LoadOrder]) -> None:
-        """Release the slots of a finished order to VRAM, and let the engine find its blocks."""
+        """Release the slots of a finished copy to VRAM, and let the engine find its blocks."""
         order = done.order
         self._slots -= self._copying.pop(order.order_id, 0)
         restore = self._under_way.get(order.request_id)
@@ -289,8 +289,8 @@ class RestorePieces:
     # -- from CPU memory to VRAM ----------------------------------------------------
 
     def _copy_arrived(self, restore: _Restore) -> None:
-        """Order the first pieces to VRAM whose pages have arrived. Pages that failed to arrive, or
-        are missing again, are promoted again."""
+        """Copy to VRAM the first pieces, up to a piece whose pages have not arrived. Pages that
+        failed to arrive, or are missing again, are promoted again."""
         book, index = self._book, self._index
         while restore.coming:
             piece = restore.coming[0]
@@ -309,8 +309,8 @@ class RestorePieces:
                 self._copy(restore, there, piece.own)
 
     def _copy(self, restore: _Restore, pages: Sequence[PlacedPage], own: set[PageKey]) -> None:
-        """Order readable pages to VRAM. Pages promoted for this restore are dropped from CPU
-        memory, because a lower tier has them."""
+        """Order a copy of readable pages to VRAM. Pages promoted for this restore are dropped from
+        CPU memory, because a lower tier has them."""
         keys, blocks = [page.key for page in pages], [page.block for page in pages]
         order = self._add_piece(restore, pages[0].group, keys, blocks)
         given_back = [key for key in keys if key in own]
@@ -319,8 +319,8 @@ class RestorePieces:
             self._index.forget(key)
 
     def _copy_readable(self, restore: _Restore) -> bool:
-        """Order the next pages to VRAM if CPU memory has them. Returns False if CPU memory lacks
-        them."""
+        """Order a copy of the next pages to VRAM if CPU memory has them. Returns False if CPU
+        memory lacks the next page."""
         run = restore.rest.take_readable(self._index, self._left)
         if run is None:
             return False
@@ -335,7 +335,7 @@ class RestorePieces:
     def _add_piece(
         self, restore: _Restore, group: int, keys: Sequence[PageKey], blocks: Sequence[int]
     ) -> OrderId:
-        restore.follows = None  # unless the pages follow the last ones
+        restore.follows = None  # the caller sets it again if pages are in order
         more = restore.unfinished or bool(restore.lost)
         return self._restores.add_piece(restore.turn, group, keys, blocks, more=more)
 

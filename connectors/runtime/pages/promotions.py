@@ -72,7 +72,8 @@ class PromotionCost:
 
         Args:
             mine: number of pages promoted, or being promoted, for the turn.
-            others: number of such pages of other turns, whose slots will be released.
+            others: number of pages promoted, or being promoted, for other turns. Their slots will
+                be released.
             left_s: time left of the turn's longest wait, seconds; None if the wait has not started.
         """
         return others > 0 and not mine and (left_s is None or self.promote_s <= left_s)

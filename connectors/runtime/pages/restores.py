@@ -1,4 +1,4 @@
-"""Restores: finds the pages of a prompt that CPU memory can restore, and orders their restore."""
+"""Restores: finds the pages of a prompt that can be restored to VRAM, and orders their restore."""
 
 from __future__ import annotations
 
