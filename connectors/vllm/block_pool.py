@@ -61,7 +61,7 @@ class VllmBlockPool:
         return [block for one in self._managers for block in one.req_to_blocks.get(request_id, ())]
 
     def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
-        for at in range(0, len(hashes), 256):  # most prompts end early
+        for at in range(0, len(hashes), 256):  # most cached prefixes are short
             found = self._cached_each(hashes[at : at + 256], group)
             if not all(found):  # `None in found` would compare every block in Python
                 return at + next(i for i, one in enumerate(found) if one is None)

@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 REPORTS_EVERY_S = 0.005
 """Pause between the steps of an idle engine that waits only for demotions to be reported, seconds.
-A request that arrives meanwhile waits for the rest of it."""
+A request that arrives meanwhile waits for the rest of the pause."""
 
 
 class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
@@ -109,7 +109,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._unread_ids = UnreadIds(os.environ)
         self._introduced = False
         if role is KVConnectorRole.SCHEDULER:
-            install()  # needed if the module is named without the plugin
+            install()  # needed if the plugin was not loaded
             report_speculation(vllm_config)
             report_block_size(facts)
             if reason := why_not_offloadable(vllm_config, kv_cache_config):
@@ -316,7 +316,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             return self._convert_events(self.scheduler_half.events.take())  # type: ignore[union-attr]
         except Exception:
-            # Not as for other hooks: nothing is half done, and the next step would fail too.
+            # Unlike other hooks, this hook leaves nothing to release, and would fail again.
             self._convert_events = None
             self._scheduler.stop_events()
             return (AllBlocksCleared(),)

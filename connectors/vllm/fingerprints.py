@@ -38,7 +38,7 @@ class _Load:
         stamps: stamps of these files when they were loaded; None if the files may differ from what
             was loaded.
         identity: identifies the adapter in its page keys: the digest of its files, or a random
-            text; None if it has no keys.
+            text; None if its pages get no keys.
         check: running comparison of the files with the stamps.
     """
 
@@ -56,7 +56,7 @@ class _Load:
 
 
 class Fingerprints:
-    """Fingerprints by request, 16 bytes each, for the current generation.
+    """Digests of fingerprints by adapter and page group, 16 bytes each, for the current generation.
 
     An adapter is identified by its files as they were when vLLM loaded it (:meth:`on_load`; at the
     first request, if no call loaded it). The files are digested once per load, on a thread, because
@@ -116,8 +116,8 @@ class Fingerprints:
         return self._load(adapter) or (in_place and loaded_before)
 
     def _load(self, adapter: Any) -> bool:
-        """Record a load. Returns True if other weights were loaded before whose blocks have equal
-        hashes."""
+        """Record a load. Returns True if other weights with the same block hashes were loaded
+        before."""
         number, path = adapter.lora_int_id, Path(adapter.lora_path).expanduser()
         stamps = _stamps(path)
         hashed = adapter.lora_path if self._hashes_paths else adapter.lora_name
@@ -151,7 +151,7 @@ class Fingerprints:
             return self._digest("", group)
         load = self._loads.get(adapter.lora_int_id)
         if load is None or load.path != Path(adapter.lora_path).expanduser():
-            if self._load(adapter):  # not loaded by a call that starts a generation
+            if self._load(adapter):  # its weights changed, but no new generation started
                 self._loads[adapter.lora_int_id].distrust()
             load = self._loads[adapter.lora_int_id]
         self._check(load)

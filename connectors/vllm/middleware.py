@@ -9,8 +9,9 @@ long their KV is to be kept. vLLM drops all of these silently. This middleware a
 ``kv_transfer_params`` before vLLM reads the body. It changes nothing else, so streamed answers stay
 streams, and it never sets a cache salt.
 
-Without it, vLLM 0.30 to 0.33 keeps ``kv_transfer_params`` and ``vllm_xargs`` on all four paths, the
-header ``X-Session-ID`` too, and a top-level ``session_id`` on all paths except ``/v1/messages``.
+Without the middleware, vLLM 0.30 to 0.33 keeps ``kv_transfer_params``, ``vllm_xargs`` and the
+header ``X-Session-ID`` on all four paths, and a top-level ``session_id`` on all paths except
+``/v1/messages``.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def _spliced(body: bytes, new: Mapping[str, Any]) -> bytes:
     """Return a body that had no ``kv_transfer_params``, with the parameters ``new`` added. The body
     is not parsed again."""
     rest = body[body.index(b"{") + 1 :]
-    if rest.lstrip().startswith(b"}"):  # no request of vLLM's is empty
+    if rest.lstrip().startswith(b"}"):  # vLLM accepts no empty object
         return body
     return json.dumps({PARAMS: new})[:-1].encode() + b"," + rest
 

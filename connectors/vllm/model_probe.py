@@ -5,7 +5,7 @@ The program reads a list of requests as JSON from standard input, and writes a l
 request. vLLM's own model classes are built on torch's ``meta`` device, so without weights, for the
 GPU that a request describes. Their layers report the KV that they keep, and vLLM groups the layers.
 Parameters are counted on the transformers class of the model, or on vLLM's class if there is no
-such class, or if it interprets the file differently.
+such class, or if that class interprets the file differently.
 
 The program runs as a separate process, because it replaces everything that needs a GPU, and vLLM
 keeps global state. Modules compiled for CUDA, which CPU builds of vLLM lack, are replaced by empty
@@ -36,8 +36,7 @@ COMPILED = re.compile(
 )
 """Modules that CPU builds of vLLM lack. Building a model calls none of them."""
 SHAPING = re.compile(r"\w*(pattern|layer\w*freq|index|sparse|latent|compress)\w*")
-"""Names of configuration fields that change what layers keep, or its size, in models that have such
-fields."""
+"""Names of configuration fields that may change which KV or states layers keep, or their size."""
 HARMLESS = re.compile(
     r"(img|image|video|vision|visual|audio|mm_)\w*|\w*(token|pad|ignore)\w*_index|"
     r"\w*(mtp|nextn)\w*|_\w*"
@@ -526,9 +525,9 @@ def _chosen_share(model: Any) -> float:
 
 
 def _count(plain: Path, request: Mapping[str, Any], served: float | None) -> dict[str, Any]:
-    """Count a model's parameters without quantization: those in experts, and those in parts through
-    which every text token passes. Input embeddings are not counted as such parts, because they are
-    looked up, not multiplied.
+    """Count a model's parameters without quantization: in total, in experts, and in parts through
+    which every text token passes. These parts include input embeddings only if the output layer
+    shares them, because other input embeddings are looked up, not multiplied.
 
     Args:
         served: parameters of vLLM's class over all ranks; None if it was built with quantization.

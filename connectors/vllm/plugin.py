@@ -1,4 +1,4 @@
-"""Entry points of vLLM's plugins.
+"""Entry points that vLLM's plugin system calls.
 
 vLLM calls ``register`` in the API server, the engine core and every worker, possibly twice per
 process. It calls ``endpoints`` in the API server if ``VLLM_PLUGINS`` names it.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+# Imported here, because ``machine`` reads the process's cores on import, and vLLM imports this
+# module before its CPU worker binds its main thread.
 from tiered_kv import machine  # noqa: F401
-
-# Imported here because vLLM imports this module before its CPU worker binds its main thread.
 from tiered_kv.connectors.vllm.routes.core_method import install
 
 from .weights import install as install_weight_calls

@@ -17,15 +17,15 @@ from tiered_kv.connectors.runtime.kv_events import BlocksStored, KvEvent, Place
 from tiered_kv.page_group import PageGroup
 
 STORAGE = "STORAGE"
-"""vLLM's medium of every tier below CPU memory."""
+"""Medium of every tier below CPU memory, in vLLM's terms."""
 STORED_FIELDS = frozenset(BlockStored.__struct_fields__)
 REMOVED_FIELDS = frozenset(BlockRemoved.__struct_fields__)
-"""Fields of the events of the installed version."""
+"""Fields of the events in the installed version of vLLM."""
 
 
 def _as_published(hashes: Sequence[bytes]) -> list[Any]:
-    """Return block hashes as vLLM publishes them. Its own function reads an environment variable
-    for each hash, so it is only asked for the form."""
+    """Return block hashes as vLLM publishes them. vLLM's own function reads an environment variable
+    on every call, so it is called once, to find out whether hashes are published as integers."""
     if hashes and isinstance(maybe_convert_block_hash(BlockHash(hashes[0])), int):
         return [int.from_bytes(one[-8:]) for one in hashes]
     return [*hashes]
@@ -38,7 +38,8 @@ def _untagged(extra_keys: list[Any]) -> list[Any] | None:
 
 
 class EventConverter:
-    """Creates vLLM's events, like those of the same blocks in VRAM except for their medium.
+    """Creates vLLM's events. They differ from vLLM's own events of the same blocks in VRAM only in
+    the fields that describe the tier.
 
     Args:
         manager: vLLM's KV cache manager.
@@ -98,7 +99,7 @@ def _fields_of(place: Place) -> dict[str, Any]:
 
 
 def _only(fields: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Return the fields that the installed version of an event has."""
+    """Return the fields that the event has in the installed version of vLLM."""
     return {name: value for name, value in fields.items() if name in known}
 
 

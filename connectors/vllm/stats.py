@@ -59,7 +59,7 @@ class TieredPromMetrics(KVConnectorPromMetrics):
             name: _make(family, metric_types, labelnames) for name, family in FAMILIES.items()
         }
         self._labels = per_engine_labelvalues
-        # A bound series is exported, so a managed engine must not bind those of observe mode.
+        # A bound series is exported, so a managed engine must not bind observe mode's series.
         self._bound = {
             (engine, event): self._bind(engine, event)
             for engine in per_engine_labelvalues

@@ -3,7 +3,7 @@ pages.
 
 Trainers update the weights of a running engine through methods of its workers, whose names they
 choose. All of these calls go through ``Executor.collective_rpc``: the calls of ``LLM``,
-``AsyncLLM`` and the HTTP routes, ``update_weights`` and ``reload_weights``, and those of trainers
+``AsyncLLM`` and the HTTP routes, ``update_weights`` and ``reload_weights``, and calls by trainers
 that run the executor in their own process. So every call of ``collective_rpc`` whose method is not
 known to be harmless starts a new generation before it reaches a worker. Afterwards, KV computed
 with the old weights is not found in any tier or in VRAM, and running requests are no longer saved.
@@ -108,7 +108,7 @@ class WeightCalls:
     def before(
         self, method: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Start a new generation if a call of the workers may change weights. Must be called before
+        """Start a new generation if a call to the workers may change weights. Must be called before
         the workers are called. Never raises.
 
         Args:
@@ -164,8 +164,8 @@ class WeightCalls:
 
 
 def install() -> None:
-    """Intercept the calls of every executor to which vLLM passes tiered-kv's connector.
-    Idempotent."""
+    """Intercept the calls of every executor to which vLLM passes tiered-kv's connector, and calls
+    of ``EngineCore.set_weight_version``. Idempotent."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
@@ -192,7 +192,7 @@ def install() -> None:
 
 
 def watch(executor: Any, connector: Any) -> None:
-    """Intercept each call of an executor's workers before it is made."""
+    """Intercept every call to an executor's workers."""
     calls = calls_of(connector)
     if calls is None:
         return

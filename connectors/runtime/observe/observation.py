@@ -139,7 +139,7 @@ class VirtualDispatch(OrderDispatch):
 
 
 class Observation:
-    """Records the prompt tokens that waiting turns would have found in managed mode. Used on one
+    """Records the prompt tokens that waiting turns would have found in manage mode. Used on one
     thread.
 
     Args:
@@ -162,7 +162,7 @@ class Observation:
 
     @property
     def would_have_saved(self) -> dict[str, int]:
-        """Computed prompt tokens that would have been found in managed mode, by tier, since the
+        """Computed prompt tokens that would have been found in manage mode, by tier, since the
         start."""
         totals = self._engine.counters.totals
         return {tier: int(totals[name]) for name, tier in WOULD_HAVE_SAVED.items()}

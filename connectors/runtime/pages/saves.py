@@ -3,7 +3,8 @@
 A calendar records which requests to check in which step, because checking every running request in
 every step would cost more than the saves. Short blocks are saved a few at a time, and the requests
 of several steps are checked together, so that there are few orders. At the end of a turn, its last
-blocks are saved, and the pages at its last boundary in groups that keep only a part of the context.
+blocks are saved; in groups that keep only a part of the context, the pages at its last boundary
+are saved too.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class Saves:
         self.over = 0
         self.on_filled: Callable[[Turn, int, range], None] | None = None
         self._latest: OrderId | None = None
-        self._ends: dict[int, SaveOrder] = {}  # of turns that ended since a step, by group
+        self._ends: dict[int, SaveOrder] = {}  # of the last pages of ended turns, by group
         # Pages of finished turns that count as just used: now, or once the save has settled.
         self._used: deque[PageKey] = deque(maxlen=book.index.num_slots)
         self._used_by: dict[OrderId, deque[PageKey]] = {}
@@ -476,9 +477,10 @@ class Saves:
         filled: list[dict[PageKey, int]],
         most: int | None = None,
     ) -> bool:
-        """Add the blocks filled since the last check that CPU memory lacks, with their keys.
+        """Add the blocks that were filled since the last check and that CPU memory lacks, with
+        their keys.
 
-        Returns True if more are left.
+        Returns True if more blocks are left.
 
         Args:
             tokens: tokens whose KV exists, possibly including drafts and placeholders. Blocks whose
@@ -499,7 +501,7 @@ class Saves:
             if most is not None and full - start > most:
                 full, behind = start + most, True
             if self.on_filled is not None:
-                # An answer may repeat pages of an engine before this one, which have no names yet.
+                # An answer may repeat pages of a previous engine, which KV events do not name yet.
                 answer = turn.request.num_prompt_tokens // group.block_size
                 first = min(start, max(answer, turn.save.cursors[at]))
                 self.on_filled(turn, at, range(first, full))

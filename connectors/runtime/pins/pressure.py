@@ -72,16 +72,17 @@ def worth_waiting_for_saves(stalled_s: float) -> bool:
 def needs_one_more(
     mode: RestoreMode | None, *, refused: bool, released: int, stuck: bool = False
 ) -> bool:
-    """True if a pin is to be released for a turn although its blocks are free.
+    """True if a pin should be released for a turn although enough blocks seem to be free.
 
-    The turn was refused in the previous step although its blocks were free. Either an async restore
-    must leave blocks that running prefills still need, or the next chunk of a prompt takes more
-    window and state blocks than the end of the prompt. The engine does not report how many blocks
-    are missing, so pins are released one by one.
+    The engine refused the turn in the previous step anyway. Either an async restore must leave
+    blocks that running prefills still need, or the next chunk of a prompt takes more window and
+    state blocks than the end of the prompt. The engine does not report how many blocks are missing,
+    so pins are released one by one.
 
     Args:
         mode: mode of the restore offered to the turn; None without a restore.
-        refused: True if the turn was refused in the previous step although its blocks were free.
+        refused: True if the turn was refused in the previous step although enough blocks seemed to
+            be free.
         released: number of pins just released for the turn.
         stuck: True if nothing runs, and the context has windows or states.
     """
@@ -182,7 +183,7 @@ class PinPressure:
         """Release pins, the least valuable first, until the request can be admitted or the
         remaining pins are worth more than the request's wait."""
         wanted = self._wanted(turn, num_computed)
-        # Otherwise vLLM refuses the request once for lack of blocks.
+        # False if vLLM may refuse the request once, because blocks become free only later.
         sure = not self._late(step) or self._pool.num_free() >= wanted
         asked_before = sure and turn.pressure.asked_at == step - 1
         turn.pressure.asked_at = step if sure else None

@@ -66,8 +66,7 @@ class Captured:
 
 
 Capturing: TypeAlias = Generator[Wait, None, Captured]
-"""A capture in progress. However it ends, the caller's ``HeldPages`` releases the pages that it
-held."""
+"""A capture in progress. However it ends, the caller's ``HeldPages`` releases the held pages."""
 
 
 class Captures:
@@ -146,7 +145,7 @@ class Captures:
         """Capture the context of a job, whether a turn runs or the job is between two turns.
 
         Args:
-            held: holds the pages; with ``exact`` it drops them at the end unless published.
+            held: holds the pages. With ``exact``, its exit drops them unless they were published.
 
         Raises:
             SnapshotError: the job cannot be captured; the message says what to do.

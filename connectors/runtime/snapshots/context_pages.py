@@ -79,7 +79,8 @@ def _tail(named: Turn, facts: EngineFacts) -> tuple[bytes, object, Sequence[int]
 
 
 def remember_tail(named: Turn, facts: EngineFacts, tails: TailIndex) -> None:
-    """Register the end of a context that does not fill a block hash, so that lookups find it."""
+    """Register the last tokens of a context if they are too few for a block hash, so that lookups
+    find them."""
     tail = _tail(named, facts)
     if tail is not None and tail[2]:
         tails.add(*tail)

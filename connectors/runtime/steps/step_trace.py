@@ -1,5 +1,5 @@
-"""Trace of steps: preemptions and, if enabled, the engine's load at each step and the number of its
-prompt tokens.
+"""Trace of steps: preemptions and, if enabled, the engine's load at each step and the number of
+prompt tokens in the step.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ seconds. Waking the writer for each record would cost the scheduler more than th
 class StepTrace:
     """Records every step for the trace. Owns the writer of step records.
 
-    The time taken grows with the requests that start in a step or prefill, not with pages, blocks,
+    The time taken grows with the requests that start or prefill in a step, not with pages, blocks,
     jobs or other requests.
 
     Args:

@@ -95,8 +95,8 @@ class JobView:
         return JobState.HELD if held else JobState.QUEUED
 
     def _since(self, turns: Sequence[Turn], gap: OpenGap | None) -> float | None:
-        """Return the start of the job's gap, or the arrival of the first of its live turns; None if
-        the job is silent."""
+        """Return the start of the job's gap, or the arrival of the first of its live turns, seconds
+        since the epoch; None if the job is silent."""
         begins = [gap.since] if gap is not None else [turn.arrived_at for turn in turns]
         return self._moments.since_epoch(min(begins)) if begins else None
 

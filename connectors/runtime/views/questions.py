@@ -3,18 +3,19 @@
 A query is ``{"ask": ASK}`` with these fields:
 
 - ``status``: no further fields.
-- ``jobs``: ``limit``, and ``after`` with the engine and number of the job before the first, as
-  ``[engine, number]``. With several engines the jobs of the first engine come first.
+- ``jobs``: ``limit``, and ``after`` with the engine and number of the job after which the list
+  starts, as ``[engine, number]``. With several engines the jobs of the first engine come first.
 - ``job``: ``id``.
 - ``snapshot``: ``job``, ``name``, ``wait_turn``, ``stop``, ``exact``.
 - ``restore``: ``name``, ``job`` or null, ``salt``: a cache salt for an exact restore, or null.
 - ``fork``: ``job``, ``as`` with the names of the new jobs, ``exact``.
 - ``hints``: ``message`` with KV hints as JSON, and ``salt``: the cache salt of the jobs and pages
-  that they may concern, or null for any.
-- ``operation``: ``engine`` and ``id``, as in the reply to one of the previous three.
+  that the hints may concern, or null for any.
+- ``operation``: ``engine`` and ``id``, which are ``engine`` and ``operation`` in the reply to
+  ``snapshot``, ``restore`` or ``fork``.
 
-``snapshot``, ``restore`` and ``fork`` start an operation and change the engine, and so does
-``hints``, within the query. The others are read-only.
+``snapshot``, ``restore`` and ``fork`` start an operation that changes the engine. ``hints`` changes
+the engine before the reply. The other queries are read-only.
 """
 
 from __future__ import annotations

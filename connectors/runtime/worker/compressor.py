@@ -86,7 +86,7 @@ class Compressor:
     # -- packing ----------------------------------------------------------------------
 
     def pack(self, order: PackOrder, note: Note | None = None) -> None:
-        """Start to compress a bundle, whose record is ``note``."""
+        """Start to compress a bundle. ``note`` records its pages for a later engine."""
         self._packs.submit(self._pack, order, note)
 
     def _pack(self, order: PackOrder, note: Note | None) -> None:

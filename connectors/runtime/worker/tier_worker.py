@@ -81,8 +81,8 @@ class TierWorker:
         self.stored = StoredPages(tuple(store.keys()), tier.bandwidth, store.stored_bytes)
         # By slot: pages that may exist nowhere else, with the save that wrote them; newest last.
         self._holds: dict[int, tuple[PageKey, OrderId]] = {}
-        # By first slot of a bundle: such pages in the bundle. An entry may be stale because its
-        # slots were reused; its pages then fail their digest check.
+        # By first slot of a bundle: its pages that may exist nowhere else. An entry may be stale
+        # because its slots were reused; its pages then fail their digest check.
         self._bundles: dict[int, Sequence[tuple[PageKey, OrderId]]] = {}
         # Unreported saves up to this order are invalid. Orders are numbered in sequence, and all
         # orders in flight become invalid together.

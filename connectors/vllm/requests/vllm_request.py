@@ -286,7 +286,7 @@ class VllmRequest:
 
 
 def request_maker(vllm_config: Any) -> MakeRequest:
-    """Return a function that creates requests that never run, with which page keys are computed.
+    """Return a function that creates requests for computing page keys. The requests never run.
     Must be called in the engine core's process, where vLLM has initialized the seed of block
     hashes."""
     hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)

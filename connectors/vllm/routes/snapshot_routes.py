@@ -296,7 +296,7 @@ class SnapshotRoutes:
         if sum(len(said["jobs"]) for said in jobs) > 1:
             raise Refusal(409, SEVERAL)
         results = await self.results(question, patience)
-        if len(results) > 1:  # the job has just come to another engine
+        if len(results) > 1:  # a turn of the job has just arrived at another engine
             raise Refusal(409, SEVERAL)
         return results[0]
 
@@ -304,7 +304,7 @@ class SnapshotRoutes:
         """Return the result of the first engine, with the results of the other engines in
         ``others``."""
         question, patience = await _read(request, "restore", RESTORE)
-        question["salt"] = fresh_salt() if question.pop("exact") else None  # for all engines
+        question["salt"] = fresh_salt() if question.pop("exact") else None  # one for all engines
         first, *others = await self.results(question, patience, of_all=True)
         return {**first, "others": others}
 
@@ -317,8 +317,8 @@ class SnapshotRoutes:
             The result of each engine with its index, by rank.
 
         Raises:
-            Refusal: the operation failed on an engine, or is unfinished; with ``of_all`` also if an
-                engine refuses. The other engines have completed it.
+            Refusal: the operation failed on an engine, is unfinished, or was started by no engine;
+                with ``of_all`` also if any engine refuses. Other engines may have completed it.
         """
         if self._waited_for >= MOST_WAITED_FOR:
             raise Refusal(429, CROWD)

@@ -36,7 +36,7 @@ class LastEvent:
 
     Attributes:
         begins: start of the event, up to its JSON object.
-        mark: text that only such an event contains, outside of the answer's text.
+        mark: text that only this event contains, outside of the answer's text.
     """
 
     begins: bytes
@@ -149,8 +149,8 @@ class ReportMiddleware:
 
 
 def _form(scope: Scope) -> LastEvent | None:
-    """Return the format of the last event of a request's answer if the answer is streamed; None for
-    other requests."""
+    """Return the format of the last event of a streamed answer to a request; None for requests on
+    other paths."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
