@@ -71,7 +71,7 @@ class VllmBlockPool:
         found = self._cached_each(hashes, group)
         try:
             return len(found) - [*map(_REFERENCES, found)].count(0)
-        except AttributeError:  # not every one is a block
+        except AttributeError:  # some entries are dicts or None
             blocks = (next(iter(one.values())) if isinstance(one, dict) else one for one in found)
             return sum(block is not None and block.ref_cnt > 0 for block in blocks)
 
@@ -142,7 +142,7 @@ class Resets:
         if not done:
             self._pool.evict_blocks(set(range(len(self._pool.blocks))))
             self._old = {request: blocks for request, blocks in self._blocks_of.items() if blocks}
-            if self._hash is None:  # not before: it runs in every step for every request
+            if self._hash is None:  # not earlier, because it runs for every request in each step
                 self._hash = self._coordinator.cache_blocks
                 self._coordinator.cache_blocks = self._cache_blocks
         return done

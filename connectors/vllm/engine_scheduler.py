@@ -118,7 +118,7 @@ class _InJobOrder:
     def get_num_unfinished_requests(self) -> int:
         unfinished: int = super().get_num_unfinished_requests()  # type: ignore[misc]
         if not unfinished and self._pause_state == PauseState.UNPAUSED:
-            return len(self.parked)  # vLLM 0.30 counts only its queues, and would sleep
+            return len(self.parked)  # vLLM 0.30 counts only its queues, and would go idle
         return unfinished
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:

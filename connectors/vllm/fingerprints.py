@@ -237,7 +237,7 @@ def base_fingerprints(vllm_config: Any, facts: EngineFacts) -> tuple[Fingerprint
 def _config(model: Any) -> dict[str, object]:
     """Return the text model's whole configuration, because ``--hf-overrides`` may change fields
     that no file records. Configurations of other parts, such as a vision model, are added only if
-    overridden, because their files cover them."""
+    overridden, because otherwise the model's files determine them."""
     loaded = _loaded(model.hf_text_config)
     overrides: Any = model.hf_overrides
     beside = model.hf_config is not model.hf_text_config

@@ -9,7 +9,7 @@ known to be harmless starts a new generation before it reaches a worker. Afterwa
 with the old weights is not found in any tier or in VRAM, and running requests are no longer saved.
 Steps that were sent before the call run before it, and later steps run after it.
 
-Parameters that are written without any such call cannot be detected.
+Changes of parameters without any of these calls cannot be detected.
 """
 
 from __future__ import annotations

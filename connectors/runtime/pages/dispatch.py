@@ -201,7 +201,8 @@ class OrderDispatch:
         """Order the restore that the engine expects, in pieces if necessary.
 
         Raises:
-            RuntimeError: this restore was not offered; follow with ``Restores.refuse``.
+            KeyError, RuntimeError: this restore was not offered, or one of its pages has been
+                evicted; follow with ``Restores.refuse``.
         """
         until = turn.restore.hit.pieces_until if turn.restore.hit is not None else None
         if runs := self._restores.order(turn, tokens):

@@ -94,7 +94,7 @@ class HitFinder:
 
         Args:
             start: tokens of the VRAM prefix.
-            limit: maximum number of prompt tokens that may be restored.
+            limit: maximum length of the prefix, tokens.
         """
         unit, whole = self._facts.hash_tokens, self._facts.whole_blocks
         if whole:
@@ -118,7 +118,7 @@ class HitFinder:
             found = self._at(query, limit)  # a full page of which the last token is unused
             if isinstance(found, Found):
                 return found
-        # With a drafter, prefixes are also tried without the last tokens, on which its KV depends.
+        # With a drafter, also try without the last tokens, whose drafter KV may be outdated.
         unsure = min((end for at, end in enumerate(ends) if self._keeps_all(at)), default=0)
         at = min(limit, longest) // unit * unit
         while at >= start:

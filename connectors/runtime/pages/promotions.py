@@ -412,7 +412,7 @@ class Promotions:
             self._tiers.give_up(state.awaits)
             state.awaits.clear()
             self._drop_rest(turn)
-            if state.asking:  # it has waited enough: do not query a late store again
+            if state.asking:  # the turn has waited enough: do not query a late store again
                 state.lookups, state.ends_asked = LOOKUPS, True
 
     def _drop_rest(self, turn: Turn) -> None:

@@ -200,7 +200,8 @@ class Restores:
             memory lacks pages; otherwise nothing.
 
         Raises:
-            RuntimeError: no restore, or a different restore, was offered; call ``refuse`` then.
+            KeyError, RuntimeError: the restore was not offered, or one of its pages has been
+                evicted; call ``refuse`` then.
         """
         hit = turn.restore.hit
         if hit is None:

@@ -341,7 +341,7 @@ class Saves:
             self._report_whole(turn, at, tokens)
 
     def _report_whole(self, turn: Turn, group: int, tokens: int) -> None:
-        """Report the whole blocks among those that a prefix of ``tokens`` needs."""
+        """Report the whole blocks that a prefix of ``tokens`` tokens needs."""
         if self.on_filled is not None:
             size = self._facts.groups[group].block_size
             first = self._facts.groups[group].needs(tokens).start
@@ -360,7 +360,7 @@ class Saves:
         for at, group in enumerate(self._facts.groups):
             if group.reach.kind is KvKind.STATE:
                 if tokens < request.num_prompt_tokens:
-                    continue  # the engine offers it, if it has it
+                    continue  # the engine offers this state if it keeps it
                 key = turn.state_key(at, tokens) if start == tokens else tail
                 wanted = [(group.needs(tokens).start, key)]
             else:

@@ -167,8 +167,8 @@ class PinTable:
         return len(pin.blocks)
 
     def leased_blocks(self, salt: str, *, besides: JobKey) -> int:
-        """Return the number of blocks of the leased pins of the jobs with this salt, without the
-        job ``besides``."""
+        """Return the number of blocks of the leased pins of the jobs with this salt, except the job
+        ``besides``."""
         leased = (job for job, pin in self._pins.items() if pin.lease is not None)
         jobs = [job for job in leased if job.salt == salt and job != besides]
         return sum(len(self._pins[job].blocks) for job in jobs)

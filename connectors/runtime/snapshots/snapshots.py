@@ -51,7 +51,7 @@ class NoSnapshots:
         self._observes = observes
 
     def take(self, *_: object, **__: object) -> NoReturn:
-        """Refuse the query. Also used as ``restore``, ``fork`` and ``outcome``.
+        """Refuse the request. Also used as ``restore``, ``fork`` and ``outcome``.
 
         Raises:
             NoFolderError: always.

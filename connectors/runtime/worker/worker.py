@@ -364,7 +364,7 @@ class WorkerHalf:
             self._newly_failed = True
 
     def close(self) -> None:
-        """Finish copies in flight, flush to the lower tiers, stop threads, free the CPU memory.
+        """Finish copies in flight, flush to the lower tiers, stop threads and free the CPU memory.
 
         Idempotent. An error in one of these operations does not prevent the others.
         """
