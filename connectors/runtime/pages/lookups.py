@@ -37,8 +37,7 @@ LOOKUP_S = 0.05
 time."""
 LOOKUP_SHARE = 0.05
 """Maximum wait for a store's reply, as a fraction of the time to prefill the rest of the prompt, if
-that is longer than ``LOOKUP_S``. Without replies, both queries together delay the first token by at
-most a tenth."""
+that is longer than ``LOOKUP_S``. After a late reply, no further queries are sent for the turn."""
 
 
 def pages_asked(lookups: int, unknown: int) -> int:

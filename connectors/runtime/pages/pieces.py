@@ -251,7 +251,7 @@ class RestorePieces:
 
     def advance(self) -> list[Turn]:
         """Copy arrived pages, and order more. Returns the turns whose restore was ended because
-        pages failed to arrive, and that have no copy in flight."""
+        pages failed to arrive in time, and that have no copy in flight."""
         over, now = list[Turn](), self._clock()
         for request_id, restore in list(self._under_way.items()):
             if restore.touch:

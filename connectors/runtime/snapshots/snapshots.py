@@ -34,8 +34,8 @@ from .operations import MOST_AT_ONCE, Operations, Steps, Wait, file_work
 
 
 class NoFolderError(SnapshotError):
-    """Refusal of an engine without a snapshot folder, which can neither take nor restore
-    snapshots."""
+    """Refusal of an engine without a snapshot folder, or in observe mode. It can neither take nor
+    restore snapshots, nor fork jobs."""
 
 
 class NoSnapshots:
@@ -120,8 +120,8 @@ class Snapshots:
     # -- requests -------------------------------------------------------------------------
 
     def take(self, name: str, to: str, *, wait_turn: bool, stop: bool, exact: bool) -> int | None:
-        """Start taking a job's snapshot. Returns the number of the operation, or None if the job
-        does not exist.
+        """Start taking a job's snapshot. Returns the number of the operation, or None if no job of
+        that name runs or has a stored context.
 
         Args:
             to: name of the snapshot.
@@ -151,8 +151,8 @@ class Snapshots:
         return self.operations.begin(self._restore(name, job, salt))
 
     def fork(self, name: str, children: Sequence[str], *, exact: bool) -> int | None:
-        """Start forking a job. Returns the number of the operation, or None if the job does not
-        exist.
+        """Start forking a job. Returns the number of the operation, or None if no job of that name
+        runs or has a stored context.
 
         Raises:
             SnapshotError: the fork is not possible.
