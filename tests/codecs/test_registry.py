@@ -75,7 +75,7 @@ def test_an_unknown_codec_is_refused_with_the_known_ones(name: str) -> None:
 
 @pytest.mark.parametrize("level", ["0", "23", "999999999999"])
 def test_a_level_that_zstd_does_not_have(level: str) -> None:
-    with pytest.raises(ConfigError, match="levels 1 to 22"):
+    with pytest.raises(ConfigError, match="zstd:1 to zstd:22"):
         parse(f"zstd:{level}")
 
 
