@@ -122,7 +122,7 @@ def from_table(codec_id: int, table: bytes, page_format: PageFormat, trusted: st
             file is not a sufficient reason to run its code.
 
     Raises:
-        UnknownCodecError: a codec from another package that is not the trusted one, or not
+        UnknownCodecError: the codec is from another package, and is not the trusted one or not
             available.
         CodecError: the number is unknown, or the table does not fit the codec and these pages.
     """

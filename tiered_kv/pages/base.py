@@ -149,7 +149,7 @@ class EvictionOrder(ABC):
         ``since``. The contexts that the job had left by then are superseded.
 
         Returns:
-            Pages that only these contexts had, and that are unused since. They should be evicted
+            Pages that only these contexts had, and that were not used since. They should be evicted
             first, until a request uses them.
         """
         return ()
@@ -161,7 +161,7 @@ class EvictionOrder(ABC):
         """Record that the job has finished, or is no longer expected to return.
 
         Args:
-            own: pages of the job's last turn with which no other job begins.
+            own: pages of the job's last turn that no other job shares.
         """
 
     def on_forecast_lost(self, job: Hashable) -> None:

@@ -33,8 +33,8 @@ class TierIndex:
     was written.
 
     Attributes:
-        on_changed: called with pages that may be listed now and were not before, or the other way
-            round; None if nothing observes the index.
+        on_changed: called with pages that may have been added to the index or removed from it; None
+            if nothing observes the index.
     """
 
     def __init__(self) -> None:

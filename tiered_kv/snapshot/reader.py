@@ -41,7 +41,7 @@ class _Source:
         manifest: bytes of the manifest.
         sizes: returns the size of a page's file by digest, bytes; None if it is missing.
         read: reads a page's file.
-        names: digests of all files, if files other than those of the pages are not allowed.
+        names: digests of all files, if only files of pages are allowed; otherwise empty.
     """
 
     manifest: bytes

@@ -57,7 +57,7 @@ GROUP_BYTES = 128 << 20
 """Size of a group of demoted pages that are made durable together, bytes. A group is large enough
 for a disk to reach its full speed, and a promotion waits a few hundredths of a second for it."""
 MOST_LOGGED = 100
-"""Number of different errors that are logged."""
+"""Maximum number of different errors that are logged."""
 HUNG_S = 30.0
 """Maximum time that ``close`` waits for a store call in progress, seconds."""
 
@@ -72,8 +72,8 @@ Task = Callable[[], None]
 
 @dataclass(slots=True)
 class _Flight:
-    """An order in progress. The pages before ``done`` were moved, in ``seconds``, or have
-    ``failed``."""
+    """An order in progress. The pages before index ``done`` were moved, which took ``seconds``, or
+    are in ``failed``."""
 
     order: DemoteOrder | PromoteOrder
     epoch: int

@@ -1,7 +1,7 @@
 """Client of one server: reads, writes and lookups of many keys per call, each with a deadline.
 
-An error that a server returns is the answer to one command. It applies to the whole server only if
-its code implies so:
+An error that a server returns is the answer to one command. Its code determines whether it applies
+to more than that command:
 
 | code | scope | read | written |
 |---|---|---|---|
@@ -99,7 +99,7 @@ class _Calls(LoggedBreaker):
     Args:
         what: noun for the calls, for the log.
         outcomes: outcomes of errors that answer a single command, by code.
-        otherwise: outcome of all other such errors.
+        otherwise: outcome of such errors with any other code.
     """
 
     def __init__(
@@ -430,8 +430,8 @@ class _NotAskedError(Exception):
 
 
 def _let_in(connection: Connection) -> None:
-    """Read the reply to a password. Other errors are not passed on literally, because a server that
-    does not know the command may repeat the password."""
+    """Read the reply to a password. Errors other than a refusal are not passed on literally,
+    because a server that does not know the command may repeat the password."""
     try:
         connection.replies.status()
     except ServerError as error:

@@ -145,8 +145,8 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
 
 
 def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
-    """Return True if the file ends with a damaged trailer, in which either the magic or the nonce
-    is wrong."""
+    """Return True if the file ends with a trailer, even a damaged one: its magic or its nonce is
+    right."""
     size = loaded.size // BLOCK * BLOCK
     trailer = bytes(read_blocks(_FILES, fd, size - BLOCK, BLOCK)[-TRAILER_BYTES:])
     nonce = loaded.header.nonce.to_bytes(8, "little")

@@ -218,8 +218,8 @@ class SegmentStore(PageStore):
     def proposal(self) -> Proposal | None:
         """Return the segment that should be reclaimed next; None if there is enough space.
 
-        The space is enough while about two segments fit into it and the store does not exceed its
-        share. The victim is the segment with the fewest live bytes if more than half of it is dead,
+        The space is enough while two segments fit into it (one, if the share is small) and the
+        store does not exceed its share. The victim is the segment with the fewest live bytes if more than half of it is dead,
         otherwise the oldest. The active segment is reclaimed only if it is full and the only one.
         """
         victim = None if self._catalogue.closed else self._victim()
@@ -242,7 +242,7 @@ class SegmentStore(PageStore):
         """Delete a segment after writing the survivors among its pages once more.
 
         Returns:
-            The pages that are lost: all that are not survivors, and survivors that could not be
+            The pages that are lost: all pages except the survivors, and survivors that could not be
             written. As with ``drop``, the next process may find such a page again, in an older
             record.
         """
