@@ -90,8 +90,8 @@ def pick(
     fast.
 
     Pages are decoded while others are read, so restoring a page takes the longer of stored bytes /
-    disk speed and decode time / cores. Saves run in the background, so their speed does not matter for the
-    choice. It is only mentioned in the reason.
+    disk speed and decode time / cores. Saves run in the background, so their speed does not matter
+    for the choice. It is only mentioned in the reason.
 
     Raises:
         ValueError: ``measured`` is empty, or the disk's speed or the cores are not positive.

@@ -56,7 +56,7 @@ SAMPLE = 2048
 """Number of elements sampled to decide which planes are compressed."""
 
 CODED_BITS = 7.0
-"""Entropy of a plane's sample, in bits per byte, below which the plane is compressed. Compressing the
+"""Entropy of a plane's sample, bits per byte, below which the plane is compressed. Compressing the
 planes adds a third to the time to decode a page, so it must save many bytes."""
 
 

@@ -376,7 +376,7 @@ class PageIndex:
         self._reading += more * len(slots)
 
     def least_valuable(self, among: int) -> Iterator[PageKey]:
-        """Yield the first ``among`` pages in eviction order, except resident pages that a copy reads."""
+        """Yield the first ``among`` pages in eviction order, except resident pages being read."""
         slot_of, reads = self._resident.get, self._reads
         first = islice(self._in_order(), among)
         return (key for key in first if (slot := slot_of(key)) is None or not reads[slot])
@@ -432,9 +432,9 @@ class PageIndex:
     # -- compressing --------------------------------------------------------------
 
     def oldest_raw(self, among: int) -> list[list[PageKey]]:
-        """Return the pages that no copy reads, among the ``among`` pages that became resident first,
-        in stretches that are contiguous in a context. Pages of no known context are left out, and
-        moved behind all other pages."""
+        """Return the pages that no copy reads, among the ``among`` pages that became resident
+        first, in stretches that are contiguous in a context. Pages of no known context are left
+        out, and moved behind all other pages."""
         reads = self._reads
         first = [key for key, slot in islice(self._resident.items(), among) if not reads[slot]]
         stretches = self._eviction.stretches(first)

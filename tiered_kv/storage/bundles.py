@@ -195,8 +195,8 @@ class Bundles:
         return self._training.codec
 
     def read(self, first_slot: int, key: PageKey, out: Bytes) -> bool:
-        """Decode a page of the bundle with this first slot into ``out``. Returns False if the page is
-        missing or damaged; ``out`` then has undefined contents."""
+        """Decode a page of the bundle with this first slot into ``out``. Returns False if the page
+        is missing or damaged; ``out`` then has undefined contents."""
         found = self._find(first_slot, key)
         if found is None:
             return False

@@ -36,7 +36,7 @@ MOST_FACTS = 1 << 17
 MOST_BYTES = 128 << 20
 """Maximum size of a notebook, bytes. A larger file is not read as a notebook."""
 SPARE_BYTES = 4 << 20
-"""Bytes by which the superseded lines of a file may exceed its live lines before it is rewritten."""
+"""Bytes by which a file's superseded lines may exceed its live lines before it is rewritten."""
 MOST_QUEUED = 10_000
 """Maximum number of lines queued for a slow disk. The same number of further lines is reserved for
 deletions of facts, which are more important: a fact that is not noted is merely unknown."""

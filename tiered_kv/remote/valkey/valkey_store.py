@@ -214,7 +214,7 @@ class ValkeyStore:
     def _batches(
         self, keys: Sequence[RemoteKey], found: Sequence[Answer], deadline: float
     ) -> Iterator[_Batch]:
-        """Yield the keys by server, and then the keys that a cluster redirected, by their new server.
+        """Yield the keys by server, and then the keys that a cluster redirected, by new server.
 
         Args:
             found: answers for all keys. The caller enters the answers of each batch.

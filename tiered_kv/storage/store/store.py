@@ -219,8 +219,9 @@ class SegmentStore(PageStore):
         """Return the segment that should be reclaimed next; None if there is enough space.
 
         The space is enough while two segments fit into it (one, if the share is small) and the
-        store does not exceed its share. The victim is the segment with the fewest live bytes if more than half of it is dead,
-        otherwise the oldest. The active segment is reclaimed only if it is full and the only one.
+        store does not exceed its share. The victim is the segment with the fewest live bytes if
+        more than half of it is dead, otherwise the oldest. The active segment is reclaimed only if
+        it is full and the only one.
         """
         victim = None if self._catalogue.closed else self._victim()
         if victim is None:
