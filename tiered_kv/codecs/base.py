@@ -241,7 +241,7 @@ class CodecClass(Protocol):
         """Create an untrained codec.
 
         Raises:
-            ValueError: the codec does not support such pages; the message names a codec that does.
+            ValueError: the codec does not support this format; the message names a codec that does.
         """
 
     def from_table(self, page_format: PageFormat, table: bytes) -> Codec:

@@ -233,8 +233,8 @@ def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
     """Find the stripes for which symbols of pages are closest to the medians of other pages.
 
     Medians are computed from every other page, and distances from the pages in between. More
-    stripes always fit the pages from which they were chosen better, but they fit other pages better
-    only if the layout really has them. Centres are not set.
+    stripes always improve the fit to the pages from which they are chosen, but the fit to other
+    pages only if the layout really has them. The centres are not fitted yet.
 
     Args:
         symbols: symbols [pages, elements].

@@ -1,6 +1,6 @@
-"""Reading of snapshots, each of which is a folder, or a zip file with the same contents.
+"""Reads snapshots. A snapshot is a folder, or a zip file with the same contents.
 
-Opening checks everything except the bytes of the pages, each of which is checked against its digest
+Opening checks everything except the bytes of the pages. Each page is checked against its digest
 whenever it is read. Nothing is trusted, so that a snapshot can have any origin: links are not
 followed, only the names of a snapshot's files are accepted, and memory use is limited to what its
 files and one page need.

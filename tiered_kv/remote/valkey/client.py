@@ -6,7 +6,7 @@ to more than that command:
 | code | scope | read | written |
 |---|---|---|---|
 | ``WRONGTYPE`` | the key: it has a value of another type | BAD | REFUSED |
-| ``MOVED``, ``ASK`` | the key: another node of a cluster has it | the node | the node |
+| ``MOVED``, ``ASK`` | the key: another node of a cluster has it | that node | that node |
 | ``READONLY`` | writes: a replica has all values, and may be promoted | DOWN | REFUSED |
 | ``MISCONF``, ``OOM``, ``NOREPLICAS`` | writes: it cannot keep more values | DOWN | REFUSED |
 | ``NOPERM``, ``DENIED`` | the command or the key: others are permitted | DOWN | REFUSED |
@@ -15,7 +15,7 @@ to more than that command:
 | ``NOAUTH``, ``WRONGPASS`` | the connection: it must log in again | DOWN | DOWN |
 | ``ERR`` and all others | unknown, assumed to be the command alone | DOWN | REFUSED |
 
-A call of which every command was refused opens a breaker for calls of its type: reads, writes or
+If every command of a call was refused, a breaker opens for calls of its type: reads, writes or
 deletions. So a server that refuses writes is still read, and writes are tried once in a while,
 since it may be promoted, or have space again. ``CLUSTERDOWN`` opens none: during a failover, every
 node of a cluster returns it for a moment. After ``READONLY`` the server's name is resolved again,

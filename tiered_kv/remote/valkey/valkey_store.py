@@ -6,7 +6,7 @@ reply names the others.
 | | independent servers | a cluster |
 |---|---|---|
 | a run of keys is on | the server with the highest hash of run and server | the master that owns the slot of the run's hash tag |
-| its keys are named | as by the caller | ``tkv:{tag}`` and the caller's name |
+| its keys are named | by the caller | ``tkv:{tag}`` and the caller's name |
 | a server fails | its pages are recomputed, and its runs do not move | the same, until a replica is promoted |
 
 The tag keeps a run on one node, so that a node that is down truncates only contexts of its runs.

@@ -75,7 +75,7 @@ class VerifyResult:
         return not (self.bad_pages or self.bad_segments)
 
     def confirming(self, earlier: VerifyResult) -> VerifyResult:
-        """Return this result with only those faults that an earlier check found as well. A store in
+        """Return this result with only the faults that an earlier check also found. A store in
         use writes, seals and deletes segments, and a check may read intermediate states. Real
         damage is found twice."""
         both = {path for path in self.bad_segments if path in earlier.bad_segments}
