@@ -1,7 +1,7 @@
 """The I/O thread: carries out a tier's store orders independently, when they are due.
 
 The thread owns its store from the start. Orders wait in a heap until they are due. Among orders
-that are due, promotions go first, because requests wait for them. A demotion is written in groups,
+that are due, lookups and then promotions go first, because requests wait for them. A demotion is written in groups,
 and a promotion can run between two groups. A store may require promotions in groups as well, so
 that a lookup need not wait for a whole context.
 
@@ -256,7 +256,7 @@ class IoThread:
         A store that hangs is abandoned, and its thread ends with the process.
 
         Args:
-            last: pages to write, as key and slot.
+            last: pages to write, as key and place, most important first.
             budget_s: time for writing them, seconds.
             discard: True to clear the store first, because no engine will look for its pages again.
 

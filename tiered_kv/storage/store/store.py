@@ -195,7 +195,7 @@ class SegmentStore(PageStore):
         return failed
 
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
-        """Look pages up in the catalogue. This takes no I/O."""
+        """Look pages up in the catalogue, without I/O."""
         return frozenset(i for i, key in enumerate(keys) if key not in self)
 
     def drop(self, keys: Iterable[PageKey]) -> None:
