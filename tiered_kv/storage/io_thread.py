@@ -1,9 +1,9 @@
 """The I/O thread: carries out a tier's store orders independently, when they are due.
 
 The thread owns its store from the start. Orders wait in a heap until they are due. Among orders
-that are due, lookups and then promotions go first, because requests wait for them. A demotion is written in groups,
-and a promotion can run between two groups. A store may require promotions in groups as well, so
-that a lookup need not wait for a whole context.
+that are due, lookups go first, then promotions, because requests wait for them. A demotion is
+written in groups, and a promotion can run between two groups. A store may require promotions in
+groups too, so that a lookup need not wait for a whole context.
 
 An order is reported only after the store's call has returned, because its slots stay reserved for
 as long as the store may access them.
