@@ -312,7 +312,7 @@ def _is_short(outlook: Outlook, left: int) -> bool:
 def _begin(options: StoreOptions, files: FileLayer, capacity: Capacity) -> StoreLock:
     """Lock the store, and create its folder if needed.
 
-    If the disk is too full even for the folder, stores that no process has open are deleted.
+    If the disk is too full even for the folder, segments of unused stores are deleted.
     """
     while True:
         try:

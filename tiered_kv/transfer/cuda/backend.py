@@ -75,7 +75,8 @@ class CudaTransfer(TransferBackend):
             fit.
 
     Raises:
-        ValueError: storage or slots too small for the layout.
+        ValueError: the storage is too small for the layout, or a slot has another size than the
+            largest page.
         CudaError: the pool counts as pinned, but its memory is not registered.
         torch.OutOfMemoryError: not enough VRAM for the buffers.
     """
