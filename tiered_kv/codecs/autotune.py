@@ -21,8 +21,8 @@ from .registry import CODECS
 from .symbols import ELEMENT_BYTES
 
 TOLERANCE = 1.15
-"""Accepted ratio of restore times to the fastest restore, in exchange for smaller pages, with which
-the disk holds more pages and wears less."""
+"""Maximum restore time of the chosen codec, as a multiple of the shortest. Smaller pages are worth
+that much, because the disk holds more of them and wears less."""
 
 MEASURE_S = 0.06
 """Approximate time to measure each codec, seconds."""
@@ -64,7 +64,7 @@ def choose(
     """Measure every codec that supports these pages on a synthetic page, and ``pick`` one.
 
     Takes under 0.3 s for pages of a few MiB. In a process that has not encoded yet, loading the
-    kernels takes the same time again, and compiling them takes some seconds once per machine.
+    kernels takes another 0.3 s, and compiling them takes some seconds once per machine.
 
     Args:
         disk_read_mbs: read speed of the disk, MB/s.
@@ -90,8 +90,8 @@ def pick(
     fast.
 
     Pages are decoded while others are read, so restoring a page takes the longer of stored bytes /
-    disk and decoding / cores. Saves run in the background, so their speed does not matter for the
-    choice. It is only mentioned in the reason.
+    disk speed and decode time / cores. Saves run in the background, so their speed does not matter
+    for the choice. It is only mentioned in the reason.
 
     Raises:
         ValueError: ``measured`` is empty, or the disk's speed or the cores are not positive.

@@ -182,7 +182,7 @@ class Codec(Protocol):
     def encode(self, page: Bytes) -> EncodedPage:
         """Encode ``page_bytes`` bytes of any content.
 
-        The result is at most a sixty-fourth and 4 KiB larger than the page. It does not alias the
+        The result is larger than the page by at most 1/64 of it plus 4 KiB. It does not alias the
         page, which may change after the call, unless the codec stores in place.
         """
 
@@ -241,7 +241,7 @@ class CodecClass(Protocol):
         """Create an untrained codec.
 
         Raises:
-            ValueError: the codec does not support such pages; the message names a codec that does.
+            ValueError: the codec does not support this format; the message names a codec that does.
         """
 
     def from_table(self, page_format: PageFormat, table: bytes) -> Codec:

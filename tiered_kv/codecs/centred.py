@@ -233,8 +233,8 @@ def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
     """Find the stripes for which symbols of pages are closest to the medians of other pages.
 
     Medians are computed from every other page, and distances from the pages in between. More
-    stripes always fit the pages from which they were chosen, but they fit other pages only if the
-    layout really has them. Centres are left at zero.
+    stripes always improve the fit to the pages from which they are chosen, but the fit to other
+    pages only if the layout really has them. The centres are not fitted yet.
 
     Args:
         symbols: symbols [pages, elements].
@@ -265,7 +265,7 @@ def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
 
 def fit_centres(layout: Layout, symbols: NDArray[np.uint8], page_format: PageFormat) -> None:
     """Fill in ``layout.centres``. Centres are first set to medians, and then to the values for
-    which symbols cost fewest bytes.
+    which symbols cost the fewest bytes.
 
     All channels share one code, so the best centre of a channel depends on the other centres. In a
     few iterations, the cost of each centred symbol is computed over all channels, and each centre

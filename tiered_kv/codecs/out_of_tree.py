@@ -1,12 +1,12 @@
 """A codec from another package, as identified in segments.
 
-Segments identify a codec by a number, which codecs of other packages do not have. They share one
-number, and the table of such a codec starts with its name:
+Segments identify a codec by a number. All codecs from other packages share one number, and the
+table of each starts with the codec's name:
 
     offset  bytes  field
     0       2      bytes of the name, n (little-endian)
     2       n      name, ``module:Class`` in UTF-8
-    2 + n          table of the codec itself
+    2 + n          the codec's own table
 """
 
 from __future__ import annotations

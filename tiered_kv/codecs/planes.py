@@ -10,10 +10,10 @@ modulo 256, in the same pass:
            bits 15..8, bits 7..0
     fp8    symbol = the byte rotated; no rest
 
-Bytes are rotated left by one, so that the sign, which has no magnitude, becomes the lowest bit. It
-stays in the symbol where there is space for it, because the signs of a channel are not evenly
-distributed. (For fp16 the choice was measured: with three mantissa bits in place of two and the
-sign, pages are 0.3% larger.)
+Bytes are rotated left by one, so that the sign, which says nothing about the magnitude, becomes the
+lowest bit. It stays in the symbol where there is space for it, because the signs of a channel are
+not evenly distributed. (For fp16 the choice was measured: with three mantissa bits in place of two
+and the sign, pages are 0.3% larger.)
 
 All kernels run at memory speed and without the interpreter lock. They check nothing: the caller is
 responsible for sizes. Importing this module imports numba (a third of a second, plus some seconds
@@ -150,10 +150,10 @@ def merge_fp32(
 
 @_kernel(_IN, types.int64, _SUMS)
 def count_fp32(page: Bytes, step: int, counts: NDArray[np.int64]) -> None:
-    """Count the bytes of the three planes of the rest in every ``step``-th element.
+    """Count each byte value in each of the three planes of the rest, in every ``step``-th element.
 
     Args:
-        counts: receives the counts of each plane's bytes; must be zero before, [3 * 256].
+        counts: receives the counts by plane and byte value, [3 * 256]; must be zero before.
     """
     elements = page.view(np.uint32)
     for i in range(0, elements.size, step):
@@ -172,13 +172,14 @@ def medians(
     centres: Bytes,
     spread: NDArray[np.int64],
 ) -> None:
-    """Compute each channel's median symbol, for channels ``inner`` elements apart between tokens.
+    """Compute each channel's median symbol.
 
     Args:
         fitted: symbols [pages, elements] from which the medians are computed.
         scored: symbols [pages, elements] on which ``spread`` is measured.
         tokens: tokens of a page; divides elements.
-        inner: distance of a channel's elements; divides elements / tokens.
+        inner: distance between the elements of a channel in two adjacent tokens, in elements;
+            divides elements / tokens.
         centres: receives the medians, [elements / tokens].
         spread: receives, for each run of ``tokens * inner`` elements, the sum of absolute distances
             from the medians, [elements / tokens / inner].
@@ -212,7 +213,7 @@ def refine(
     costs: NDArray[np.float32],
     centres: Bytes,
 ) -> None:
-    """Move each centre to the value for which its channel costs fewest bits, by at most ``REACH``.
+    """Move each centre, by at most ``REACH``, to where its channel costs the fewest bits.
 
     Args:
         symbols: [pages, elements].

@@ -51,7 +51,7 @@ class CodecKind:
         """Create an untrained codec.
 
         Raises:
-            ValueError: the codec does not support such pages.
+            ValueError: the codec does not support this format.
         """
         cls = self.mixed if self.mixed is not None and page_format.mixed else self.cls
         return cls(page_format)
@@ -122,8 +122,8 @@ def from_table(codec_id: int, table: bytes, page_format: PageFormat, trusted: st
             file is not a sufficient reason to run its code.
 
     Raises:
-        UnknownCodecError: a codec from another package that is not the trusted one, or not
-            available.
+        UnknownCodecError: the codec is from another package, and either not the trusted one or
+            not available.
         CodecError: the number is unknown, or the table does not fit the codec and these pages.
     """
     if codec_id == OUT_OF_TREE_ID:

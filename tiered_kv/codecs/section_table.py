@@ -1,6 +1,6 @@
 """The table of the sections codec. It lists a page's sections, which a segment's header does not.
 
-A reader that knows only the page size can therefore decode pages (little-endian):
+With it, a reader that knows only the page size can decode pages. The layout (little-endian):
 
     offset  bytes  field
     0       4      magic b"TKVS"
@@ -9,7 +9,7 @@ A reader that knows only the page size can therefore decode pages (little-endian
     6       2      parts, p
     8       4      tokens of a page
     12      8      bytes of a page
-    20      4      sections, s: not empty, adjacent ones have different types
+    20      4      sections, s: none is empty, adjacent ones have different types
     24      11*s   for each section: element type u8, as in ``base.ELEMENTS``; part u16; bytes u64
     ...     6*p    for each part: codec u16; bytes of its table u32
     ...            tables of the parts, concatenated

@@ -1,9 +1,9 @@
 """The codec of pages whose elements have several types. Each type gets a suitable codec.
 
-Sections of one type are encoded together, in *parts* of half a MiB or of one longer section, as if
-each part were a page. Many short sections then need only one frame, and a long section is encoded
-without copying. The centred codec encodes parts with elements that it supports, and zstd encodes
-the other parts.
+Sections of one type are encoded together, in *parts*, as if each part were a page. A part is
+complete once it has half a MiB. Many short sections then need only one frame, and a part of one
+long section is encoded without copying. The centred codec encodes parts with elements that it
+supports, and zstd encodes the other parts.
 
 A stored page consists of the concatenated planes of the parts, and a frame (little-endian):
 
@@ -34,7 +34,7 @@ PartCodec: TypeAlias = CentredCodec | ZstdCodec
 place."""
 
 PART_BYTES = 512 << 10
-"""Size at which a part is complete, bytes. fp32 has one Huffman code for this number of bytes."""
+"""Size at which a part is complete, bytes. An fp32 part of this size has one Huffman code."""
 
 SIZES = struct.Struct("<II")
 

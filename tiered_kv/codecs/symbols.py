@@ -56,8 +56,8 @@ SAMPLE = 2048
 """Number of elements sampled to decide which planes are compressed."""
 
 CODED_BITS = 7.0
-"""Bits per byte of a plane's sample below which the plane is compressed. Compressing the planes
-adds a third to the time to decode a page, so it must save many bytes."""
+"""Entropy of a plane's sample, bits per byte, below which the plane is compressed. Compressing the
+planes adds a third to the time to decode a page, so it must save many bytes."""
 
 
 def encode(element: ElementType, page: Bytes, centres: Bytes, plane: Bytes) -> EncodedPage:

@@ -98,7 +98,7 @@ def plain_encoder() -> SymbolEncoder:
 
 
 def symbol_encoder() -> SymbolEncoder:
-    """Create the faster of the two encoders that is available."""
+    """Create the faster encoder if it is available, otherwise the plain encoder."""
     try:
         return LiteralEncoder()
     except (ImportError, AttributeError, RuntimeError):  # no cffi, or an unexpected zstd version

@@ -44,8 +44,8 @@ class PageState(Enum):
 
 
 class ReturnForecast(Protocol):
-    """The distribution of a gap: the time from the end of a job's turn to the start of its next
-    turn."""
+    """The distribution of a gap: the time from the end of a job's turn, or from a later change of
+    the forecast, to the start of its next turn."""
 
     def within(self, t: float) -> float:
         """Return the probability that the gap is at most ``t`` seconds."""
@@ -139,8 +139,8 @@ class EvictionOrder(ABC):
         Args:
             keys: pages of the job's context, first to last. They replace the pages passed before.
                 Some of these pages may not be in CPU memory.
-            forecast: forecast of the gap.
-            since: time of the clock at which the gap began.
+            forecast: forecast of the time from ``since`` to the start of the job's next turn.
+            since: time of the clock at which the gap began, or at which the forecast last changed.
             page_s: prefill time that each of the pages saves, seconds.
         """
 
@@ -149,7 +149,7 @@ class EvictionOrder(ABC):
         ``since``. The contexts that the job had left by then are superseded.
 
         Returns:
-            Pages that only these contexts had, and that are unused since. They should be evicted
+            Pages that only these contexts had, and that were not used since. They should be evicted
             first, until a request uses them.
         """
         return ()
@@ -161,7 +161,7 @@ class EvictionOrder(ABC):
         """Record that the job has finished, or is no longer expected to return.
 
         Args:
-            own: pages of the job's last turn with which no other job begins.
+            own: pages of the job's last turn that no other job shares.
         """
 
     def on_forecast_lost(self, job: Hashable) -> None:

@@ -25,8 +25,8 @@ MISSING, BEING_COMPRESSED, COMPRESSED = (
 
 
 def cold_place(place: int) -> int:
-    """Convert the first slot of a bundle to the negative place of its pages, or the place to the
-    slot."""
+    """Convert the first slot of a bundle to the negative place of its pages, or the place back to
+    the slot."""
     return -1 - place
 
 

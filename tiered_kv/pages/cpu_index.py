@@ -28,8 +28,8 @@ from .cold_pages import Bundle, ColdPages
 T = TypeVar("T")
 
 SPARED_SHARE = 4
-"""One slot in ``SPARED_SHARE`` may have a page that evictions pass over until a lower tier has
-it."""
+"""At most one slot in ``SPARED_SHARE`` may hold a page that an eviction passes over because no
+lower tier has it yet."""
 STAY_EVERY_S = 5.0
 """Minimum time between two measurements of the rate at which slots are allocated, seconds."""
 
@@ -114,8 +114,8 @@ class PageIndex:
         taken: slots allocated so far, slots of evicted pages included.
         cold: pages that are compressed or being compressed.
         promoted: pages promoted from a lower tier.
-        spared: number of pages that evictions have passed over so far, because a lower tier is to
-            get them first.
+        spared: number of pages that evictions have passed over so far, because a lower tier
+            should receive them first.
         unsaved: filters the given pages, and returns the pages that a lower tier lacks and would
             accept; None without lower tiers.
         on_evicted: called with the pages that are evicted.
@@ -376,14 +376,14 @@ class PageIndex:
         self._reading += more * len(slots)
 
     def least_valuable(self, among: int) -> Iterator[PageKey]:
-        """Yield the first ``among`` pages in eviction order, without the pages in use."""
+        """Yield the first ``among`` pages in eviction order, except resident pages being read."""
         slot_of, reads = self._resident.get, self._reads
         first = islice(self._in_order(), among)
         return (key for key in first if (slot := slot_of(key)) is None or not reads[slot])
 
     @property
     def superseded(self) -> Callable[[PageKey], bool]:
-        """Test whether a page is superseded and will be evicted first."""
+        """Return a predicate that is True for superseded pages, which are evicted first."""
         return self._eviction.superseded
 
     def touch(self, keys: Iterable[PageKey]) -> None:
@@ -416,7 +416,7 @@ class PageIndex:
         self._gone((key,))
 
     def forget_all(self, keys: Sequence[PageKey]) -> None:
-        """``forget`` for each page."""
+        """Call ``forget`` for each page."""
         resident = [*filter(self._resident.__contains__, keys)]
         slots = [*map(self._resident.pop, resident)]
         self._free += [slot for slot in slots if not self._reads[slot]]
@@ -432,9 +432,9 @@ class PageIndex:
     # -- compressing --------------------------------------------------------------
 
     def oldest_raw(self, among: int) -> list[list[PageKey]]:
-        """Return stretches of pages that are contiguous in a context and that no copy reads, among
-        the ``among`` pages that became resident first. Pages of no known context are moved behind
-        all other pages."""
+        """Return the pages that no copy reads, among the ``among`` pages that became resident
+        first, in stretches that are contiguous in a context. Pages of no known context are left
+        out, and moved behind all other pages."""
         reads = self._reads
         first = [key for key, slot in islice(self._resident.items(), among) if not reads[slot]]
         stretches = self._eviction.stretches(first)
@@ -509,11 +509,11 @@ class PageIndex:
         return slots[:count]
 
     def _saved_first(self, order: Iterator[PageKey]) -> Iterator[PageKey]:
-        """Yield the pages of an eviction order, but each unsaved page only after the next saved
-        pages.
+        """Yield the pages of an eviction order, but pass over unsaved pages at first.
 
-        A forecast may make pages the least valuable before a lower tier has received them. Only a
-        part of the slots may be passed over, so that the order holds even if the tier is slow.
+        A forecast may make pages the least valuable before a lower tier has received them. They are
+        yielded after all saved pages, or once ``num_slots // SPARED_SHARE`` pages were passed over.
+        The rest of the order then follows unchanged, so the order holds even if the tier is slow.
         """
         if self.unsaved is None:
             return order
@@ -530,7 +530,7 @@ class PageIndex:
         while left > 0 and (first := [*islice(order, 64)]):
             cold = self.cold.compressed > 0
             lacking = unsaved([*bundled(first)] if cold else first)
-            lacking = [*filterfalse(self.superseded, lacking)]  # no tier is to get these
+            lacking = [*filterfalse(self.superseded, lacking)]  # no lower tier needs these
             if not lacking:
                 yield first
                 continue

@@ -41,7 +41,8 @@ from .held_pages import HeldPages
 from .tier_index import TierIndex, TierPages
 
 MIN_SAMPLE = 1 << 22
-"""Minimum size of a promotion that updates the bandwidth estimate, bytes."""
+"""Minimum size of a promotion that updates the bandwidth estimate, bytes; less for small pages, of
+which eight are enough."""
 SETTLED_AT_ONCE = 2048
 """Approximate number of pages of reported orders that are settled per step. Further orders are
 settled in the next step."""
@@ -107,7 +108,7 @@ class OrderBook:
     Attributes:
         stores: pages of the lower tiers, fastest first.
         page_bytes: size of a page of each group on the rank where it is largest, bytes.
-        unsaved: pages that got no slot so far.
+        unsaved: number of pages that were not saved so far, because they got no slot.
     """
 
     def __init__(
@@ -173,8 +174,8 @@ class OrderBook:
         return flight is not None and not flight.abandoned
 
     def expected(self, now: float) -> int:
-        """Return the number of orders in flight that are due. An idle engine makes a step for their
-        reports."""
+        """Return the number of orders in flight that are due. An idle engine runs a step to
+        receive their reports."""
         if self._not_yet_due:
             self._not_yet_due = {
                 order: due for order, due in self._not_yet_due.items() if due > now

@@ -69,9 +69,9 @@ class TailIndex:
         """Record a tail, and return it.
 
         ``key`` is the key of a full page whose leading tokens may be needed alone. Without ``key``,
-        the tail gets a separate key, which depends only on the other three arguments. Only such a
-        tail is recorded in the notebook, because its key proves to the next engine which tokens it
-        has.
+        the tail gets a separate key, which depends only on the other three arguments. Only a
+        tail with a separate key is recorded in the notebook, because this key proves to the next
+        engine which tokens the tail has.
         """
         tail = Tail(key or tail_key(parent, tokens, extra), tuple(tokens))
         other = _digest(extra)

@@ -21,8 +21,8 @@ from tiered_kv.tiers import Knowledge, TierSpec
 ASSUMED_BANDWIDTH = 1e9
 """Assumed promotion rate of a rank until the worker has measured it, bytes of pages per second."""
 PRESENT_S, ABSENT_S = 5.0, 10.0
-"""Ages at which the answers that a page is present or absent expire, seconds. Other engines may
-evict a present page, or write an absent page."""
+"""Time after which an answer expires, for a present and for an absent page, seconds. Other engines
+may evict a present page, or write an absent page."""
 MOST_ANSWERS = 1 << 17
 """Maximum number of answers kept, the latest ones: enough for 300 turns of 400 pages each, about 30
 MB."""
@@ -33,8 +33,8 @@ class TierIndex:
     was written.
 
     Attributes:
-        on_changed: called with pages that may be listed now and were not before, or the other way
-            round; None if nothing observes the index.
+        on_changed: called with pages that may have been added to the index or removed from it; None
+            if nothing observes the index.
     """
 
     def __init__(self) -> None:
@@ -62,15 +62,15 @@ class TierIndex:
         return [*filterfalse(self._used.__contains__, keys)]
 
     def present(self, keys: Collection[PageKey]) -> list[PageKey]:
-        """Return those of ``keys`` whose pages can be read from this tier, in the same order."""
+        """Return the keys whose pages can be read from this tier, in the same order."""
         return [*filter(self._used.__contains__, keys)]
 
     def unwritten(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
-        """Yield those of ``keys`` whose pages should be written, in the same order."""
+        """Yield the keys whose pages should be written to this tier, in the same order."""
         return filterfalse(self._used.__contains__, keys)
 
     def unanswered(self, keys: Collection[PageKey]) -> list[PageKey]:
-        """Return those of ``keys`` whose pages must be looked up in the store; empty for a tier
+        """Return the keys whose pages must be looked up in the store; empty for a tier
         whose pages are known."""
         return []
 
@@ -132,7 +132,7 @@ class TierIndex:
 
 
 class AskedIndex(TierIndex):
-    """Answers of a tier's stores to lookups, each of which is valid for some seconds.
+    """The answers of a tier's stores to lookups. An answer is valid for some seconds.
 
     Args:
         clock: monotonic seconds.

@@ -27,8 +27,8 @@ from .snapshot_files import (
 )
 
 _BEGINNING = (1980, 1, 1, 0, 0, 0)
-"""Timestamp of all members. It is constant, because the manifest has the time and equal snapshots
-give equal files."""
+"""Timestamp of all members. It is constant, so that equal snapshots give equal files. The manifest
+has the time of creation."""
 
 
 def pack(folder: Path, zip_path: Path) -> None:
@@ -45,7 +45,7 @@ def pack(folder: Path, zip_path: Path) -> None:
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Create a folder from a snapshot's zip file, or copy its folder to another file system.
+    """Create a folder from a snapshot's zip file, or copy a snapshot's folder.
 
     Args:
         path: the snapshot.

@@ -34,7 +34,7 @@ class StoredPage:
     """A page's file.
 
     Attributes:
-        nbytes: size of the file.
+        nbytes: size of the file, bytes.
         origin: origin of the file.
     """
 

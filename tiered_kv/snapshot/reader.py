@@ -1,6 +1,6 @@
-"""Reading of snapshots, each of which is a folder, or a zip file with the same contents.
+"""Reads snapshots. A snapshot is a folder, or a zip file with the same contents.
 
-Opening checks everything except the bytes of the pages, each of which is checked against its digest
+Opening checks everything except the bytes of the pages. Each page is checked against its digest
 whenever it is read. Nothing is trusted, so that a snapshot can have any origin: links are not
 followed, only the names of a snapshot's files are accepted, and memory use is limited to what its
 files and one page need.
@@ -41,7 +41,7 @@ class _Source:
         manifest: bytes of the manifest.
         sizes: returns the size of a page's file by digest, bytes; None if it is missing.
         read: reads a page's file.
-        names: digests of all files, if files other than those of the pages are not allowed.
+        names: digests of all files, if only files of pages are allowed; otherwise empty.
     """
 
     manifest: bytes

@@ -133,14 +133,14 @@ class PageStore(ABC):
 
     @property
     def rest_s(self) -> float:
-        """Time until the next ``put`` of pages for which no request waits, seconds; 0 for
-        immediately."""
+        """Pause before the next ``put`` of pages for which no request waits, seconds; 0 for no
+        pause."""
         return 0.0
 
     @property
     def retry_s(self) -> float | None:
         """Time until pages are offered again after a ``put`` that stored none of them, seconds;
-        None if such pages have failed."""
+        None if they are not offered again."""
         return None
 
     def place(self, keys: Sequence[PageKey], runs: Sequence[PageKey]) -> None:

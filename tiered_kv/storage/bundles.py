@@ -65,7 +65,7 @@ class Bundle:
 
 
 class Note(Protocol):
-    """Note of a bundle in its own slots, from which a later engine finds its pages."""
+    """Note about a bundle, in the bundle's slots, from which a later engine finds the pages."""
 
     def room(self, codec: Codec, pages: int) -> int:
         """Return the number of bytes to reserve at the start of the first slot.
@@ -166,7 +166,7 @@ class Bundles:
         self._in_slot.update(dict.fromkeys(bundle.slots, bundle))
 
     def encode_like(self, preferred: Callable[[], Codec | None]) -> None:
-        """Encode with the codec of another store, which ``preferred`` returns; None while it is
+        """Encode with the codec of another store. ``preferred`` returns it, or None while it is
         unknown."""
         self._preferred = preferred
 
@@ -183,7 +183,7 @@ class Bundles:
             self._has_failed = True
             logger.log(level, "pages in CPU memory cannot be compressed: %r", error)
             return None, ()
-        # A codec that stores in place changes the pages, which must stay readable.
+        # A plane that aliases its page could be overwritten while the bundle is written.
         return (None, ()) if codec.stores_in_place else (codec, encoded)
 
     def _codec(self, pages: Sequence[Bytes]) -> Codec:
@@ -195,7 +195,7 @@ class Bundles:
         return self._training.codec
 
     def read(self, first_slot: int, key: PageKey, out: Bytes) -> bool:
-        """Decode a page of the bundle that starts in a slot into ``out``. Returns False if the page
+        """Decode a page of the bundle with this first slot into ``out``. Returns False if the page
         is missing or damaged; ``out`` then has undefined contents."""
         found = self._find(first_slot, key)
         if found is None:
@@ -208,7 +208,7 @@ class Bundles:
         return True
 
     def copy(self, first_slot: int, key: PageKey) -> CodedPage | None:
-        """Return a copy of an encoded page of the bundle that starts in a slot; None if the page is
+        """Return a copy of an encoded page of the bundle with this first slot; None if the page is
         missing or damaged."""
         found = self._find(first_slot, key)
         if found is None:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def choose_codec(
     name: str, page_format: PageFormat, speed: DiskSpeed, cores: int
 ) -> tuple[Codec, float]:
-    """Choose a codec, once in a process for each page format.
+    """Choose a codec, once per process for each page format.
 
     Args:
         name: name of the codec, as in ``TIERED_KV_CODEC``; ``auto`` chooses the codec that suits

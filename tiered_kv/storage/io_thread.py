@@ -1,9 +1,9 @@
 """The I/O thread: carries out a tier's store orders independently, when they are due.
 
 The thread owns its store from the start. Orders wait in a heap until they are due. Among orders
-that are due, promotions go first, because requests wait for them. A demotion is written in groups,
-and a promotion can run between two groups. A store may require promotions in groups as well, so
-that a lookup need not wait for a whole context.
+that are due, lookups go first, then promotions, because requests wait for them. A demotion is
+written in groups, and a promotion can run between two groups. A store may require promotions in
+groups too, so that a lookup need not wait for a whole context.
 
 An order is reported only after the store's call has returned, because its slots stay reserved for
 as long as the store may access them.
@@ -57,7 +57,7 @@ GROUP_BYTES = 128 << 20
 """Size of a group of demoted pages that are made durable together, bytes. A group is large enough
 for a disk to reach its full speed, and a promotion waits a few hundredths of a second for it."""
 MOST_LOGGED = 100
-"""Number of different errors that are logged."""
+"""Maximum number of different errors that are logged."""
 HUNG_S = 30.0
 """Maximum time that ``close`` waits for a store call in progress, seconds."""
 
@@ -72,8 +72,8 @@ Task = Callable[[], None]
 
 @dataclass(slots=True)
 class _Flight:
-    """An order in progress. The pages before ``done`` were moved, in ``seconds``, or have
-    ``failed``."""
+    """An order in progress. The pages before index ``done`` were moved, which took ``seconds``, or
+    are in ``failed``."""
 
     order: DemoteOrder | PromoteOrder
     epoch: int
@@ -256,7 +256,7 @@ class IoThread:
         A store that hangs is abandoned, and its thread ends with the process.
 
         Args:
-            last: pages to write, as key and slot.
+            last: pages to write, as key and place, most important first.
             budget_s: time for writing them, seconds.
             discard: True to clear the store first, because no engine will look for its pages again.
 

@@ -36,7 +36,7 @@ MOST_FACTS = 1 << 17
 MOST_BYTES = 128 << 20
 """Maximum size of a notebook, bytes. A larger file is not read as a notebook."""
 SPARE_BYTES = 4 << 20
-"""Superseded bytes that a file may have beyond the size of its live lines, bytes."""
+"""Bytes by which a file's superseded lines may exceed its live lines before it is rewritten."""
 MOST_QUEUED = 10_000
 """Maximum number of lines queued for a slow disk. The same number of further lines is reserved for
 deletions of facts, which are more important: a fact that is not noted is merely unknown."""
@@ -241,7 +241,7 @@ def folder_for_notes(folder: Path | None) -> Path | None:
 
 
 def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNotebook:
-    """Open the first notebook of a replica in a folder that no other process has open.
+    """Open the first of a replica's notebooks that no other process has open.
 
     Args:
         folder: folder of the notebooks, which is created if missing; None for a notebook that

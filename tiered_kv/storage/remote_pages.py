@@ -5,7 +5,7 @@ can touch a slot.
 
 Codec tables are kept in the remote store too, under the fingerprint of the pages that need them. A
 table is put before the pages that need it, and again periodically and if it is missing. Each reader
-reads it only once, so a store that evicts old values, or values that were not read for long, would
+reads it only once, so a store that evicts old values, or values not read for long, would otherwise
 keep the pages and evict the table. A missing table is requested only once in a while, not once for
 each page.
 
@@ -407,7 +407,7 @@ class RemotePages(PageStore):
         return lacking
 
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
-        if self._rank and not self._closed:  # only the first rank looks up; reads decide for others
+        if self._rank and not self._closed:  # only rank 0 looks pages up; other ranks just read
             return frozenset()
         if self._closed or not keys:
             return frozenset(range(len(keys)))
@@ -429,7 +429,7 @@ class RemotePages(PageStore):
 
     def clear(self) -> None:
         """Delete the pages that this engine has put. They no longer match their fingerprint,
-        perhaps already since a time before the reset. If the store does not answer, the deletion is
+        and perhaps did not even before the reset. If the store does not answer, the deletion is
         retried later, and this connection is used for nothing else."""
         self._training.forget()
         own = [RemoteKey(PAGE_PREFIX + self._name(key), run) for key, run in self._own.items()]

@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 PROBE_PREFIX = b"tkv:probe:"
 PROBE_VALUES = 16
 PROBE_BYTES = 256 << 10
-"""Size of a value used to measure the link, bytes. Several values of the size of a page are used,
-so that latency has the same weight as for a context."""
+"""Size of a value used to measure the link, bytes. Several values of about a page's size are
+used, so that latency has the same weight as for a context."""
 PROBE_S = 2.0
 ASSUMED_SPEED = DiskSpeed(read=1e8, write=1e8)
-"""Assumed speed of a link that could not be measured, bytes per second: 1 Gbit/s."""
+"""Assumed speed of a link that could not be measured, bytes per second: about 1 Gbit/s."""
 SLOWEST = 1e4
 
 
@@ -54,7 +54,7 @@ class RemoteTier:
     def __init__(self, config: TierConfig) -> None:
         if config.remote is None:
             raise ConfigError("TIERED_KV_TIERS=remote needs an address: set TIERED_KV_REMOTE")
-        # One address may be that of a cluster, which only its answer shows.
+        # A single server may belong to a cluster, which only its reply shows.
         in_runs = config.remote.folder is None
         self.spec = TierSpec(REMOTE, Knowledge.ASKED, shared=True, in_runs=in_runs)
         self.bandwidth = 0.0
@@ -71,7 +71,7 @@ class RemoteTier:
             with closing(make_store(self._address)) as store:
                 self._link = _measured(store, self._address)
                 if isinstance(store, ValkeyStore):
-                    # The store's connections find a cluster also if its named node has failed.
+                    # Later connections then find a cluster even if its configured node has failed.
                     self._address = replace(self._address, servers=store.servers)
         # One thread reads, checks and decodes.
         codec, self.bandwidth = choose_codec(self._codec_name, site.page_format, self._link, 1)

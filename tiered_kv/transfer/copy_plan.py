@@ -1,6 +1,6 @@
 """Plan of a copy job: its valid pages, and the runs of bytes that the pages consist of.
 
-The plan is pure arithmetic on arrays, which all backends share and which is tested without them.
+The plan is pure arithmetic on arrays. All backends share it, and it is tested without them.
 Addresses are byte offsets: into the engine's allocation ("storage") and into the CPU pool ("slab").
 """
 

@@ -36,7 +36,8 @@ class CpuTransfer(TransferBackend):
         pool: slots as large as the largest page.
 
     Raises:
-        ValueError: storage or slots too small for the layout.
+        ValueError: the storage is too small for the layout, or a slot has another size than the
+            largest page.
     """
 
     def __init__(self, layouts: Sequence[PageLayout], storage: Bytes, pool: CpuPool) -> None:

@@ -1,12 +1,12 @@
 """Client of one server: reads, writes and lookups of many keys per call, each with a deadline.
 
-An error that a server returns is the answer to one command. It applies to the whole server only if
-its code implies so:
+An error that a server returns is the answer to one command. Its code determines whether it applies
+to more than that command:
 
 | code | scope | read | written |
 |---|---|---|---|
 | ``WRONGTYPE`` | the key: it has a value of another type | BAD | REFUSED |
-| ``MOVED``, ``ASK`` | the key: another node of a cluster has it | the node | the node |
+| ``MOVED``, ``ASK`` | the key: another node of a cluster has it | that node | that node |
 | ``READONLY`` | writes: a replica has all values, and may be promoted | DOWN | REFUSED |
 | ``MISCONF``, ``OOM``, ``NOREPLICAS`` | writes: it cannot keep more values | DOWN | REFUSED |
 | ``NOPERM``, ``DENIED`` | the command or the key: others are permitted | DOWN | REFUSED |
@@ -15,7 +15,7 @@ its code implies so:
 | ``NOAUTH``, ``WRONGPASS`` | the connection: it must log in again | DOWN | DOWN |
 | ``ERR`` and all others | unknown, assumed to be the command alone | DOWN | REFUSED |
 
-A call of which every command was refused opens a breaker for calls of its type: reads, writes or
+If every command of a call was refused, a breaker opens for calls of its type: reads, writes or
 deletions. So a server that refuses writes is still read, and writes are tried once in a while,
 since it may be promoted, or have space again. ``CLUSTERDOWN`` opens none: during a failover, every
 node of a cluster returns it for a moment. After ``READONLY`` the server's name is resolved again,
@@ -99,7 +99,7 @@ class _Calls(LoggedBreaker):
     Args:
         what: noun for the calls, for the log.
         outcomes: outcomes of errors that answer a single command, by code.
-        otherwise: outcome of all other such errors.
+        otherwise: outcome of such errors with any other code.
     """
 
     def __init__(
@@ -430,8 +430,8 @@ class _NotAskedError(Exception):
 
 
 def _let_in(connection: Connection) -> None:
-    """Read the reply to a password. Other errors are not passed on literally, because a server that
-    does not know the command may repeat the password."""
+    """Read the reply to a password. Errors other than a refusal are not passed on literally,
+    because a server that does not know the command may repeat the password."""
     try:
         connection.replies.status()
     except ServerError as error:

@@ -6,7 +6,7 @@ reply names the others.
 | | independent servers | a cluster |
 |---|---|---|
 | a run of keys is on | the server with the highest hash of run and server | the master that owns the slot of the run's hash tag |
-| its keys are named | as by the caller | ``tkv:{tag}`` and the caller's name |
+| its keys are named | by the caller | ``tkv:{tag}`` and the caller's name |
 | a server fails | its pages are recomputed, and its runs do not move | the same, until a replica is promoted |
 
 The tag keeps a run on one node, so that a node that is down truncates only contexts of its runs.
@@ -15,8 +15,8 @@ A node redirects keys of slots that moved (``MOVED``) or are being moved (``ASK`
 followed within the call. The owners of all slots are fetched again after a ``MOVED`` and while a
 node fails, at most every ``REFRESH_S`` seconds, from any node that answers. Replicas are not read.
 
-Why no library: reading 64 values of 1 MiB from three masters on loopback, on two busy cores, takes
-valkey-py 6.2 with libvalkey 2.0 times as long (0.66 instead of 1.33 GiB/s) and 2.9 times the CPU
+Why no library: with valkey-py 6.2 and libvalkey, reading 64 values of 1 MiB from three masters on
+loopback, on two busy cores, takes twice as long (0.66 instead of 1.33 GiB/s) and 2.9 times the CPU
 time (medians of 25 rounds). With one master stopped and a time-out of 0.5 s, its pipeline of 64
 lookups returned after 41 s, without the answers of the others. Here a call of 0.5 s returned them in
 time.
@@ -63,7 +63,7 @@ def slot_of(tag: bytes) -> int:
 
 
 def owners_of_slots(reply: Reply, asked: Server) -> list[Server | None]:
-    """Return the master of each slot from a reply to ``CLUSTER SLOTS``; None for a slot without.
+    """Return the master of each slot from a reply to ``CLUSTER SLOTS``; None if it has none.
 
     Args:
         asked: the server that replied. A node that does not know its own host leaves it out.
@@ -90,7 +90,7 @@ def owners_of_slots(reply: Reply, asked: Server) -> list[Server | None]:
 
 def _shares(deadline: float, items: Collection[_T]) -> Iterator[tuple[float, _T]]:
     """Yield each item with its deadline: an equal share of the time that is left, so that a silent
-    server leaves the others theirs."""
+    server does not use up the time of the others."""
     for left, item in zip(range(len(items), 0, -1), items, strict=True):
         now = time.monotonic()
         yield now + (deadline - now) / left, item
@@ -130,7 +130,7 @@ class ValkeyStore:
         self._owners: list[Server | None] | None = None  # by slot; None without a cluster
         self._detected = self._outdated = self._closed = False
         self._refresh_at = 0.0
-        self._asked: Server | None = None  # the latest for the owners
+        self._asked: Server | None = None  # whose reply listed the owners
         self._complaint = Complaint()
         self._keep_clients(address.servers)
 
@@ -214,7 +214,7 @@ class ValkeyStore:
     def _batches(
         self, keys: Sequence[RemoteKey], found: Sequence[Answer], deadline: float
     ) -> Iterator[_Batch]:
-        """Yield the keys by server, and again those that a cluster redirects.
+        """Yield the keys by server, and then the keys that a cluster redirected, by new server.
 
         Args:
             found: answers for all keys. The caller enters the answers of each batch.
@@ -280,7 +280,8 @@ class ValkeyStore:
         self._refresh_at = time.monotonic() + REFRESH_S
         outcome = Outcome.DOWN
         clients = {one: self._client(one) for one in (*self._clients, *self._address.servers)}
-        # Silent servers last, and the latest before them: its view may be out of date.
+        # The server that replied last comes after the others, because its view may be outdated;
+        # unconnected servers come after all connected ones.
         order = sorted(clients, key=lambda one: (not clients[one].connected, one == self._asked))
         for until, server in _shares(deadline, order):
             reply = clients[server].topology(until)
@@ -319,7 +320,7 @@ class ValkeyStore:
     def _client(self, server: Server) -> ValkeyClient:
         if (client := self._clients.get(server)) is None:
             client = self._clients[server] = ValkeyClient(server, self._address, self._tls)
-        if self._closed:  # by the reader of an unfinished call
+        if self._closed:  # an unfinished call may still be read after ``close``
             client.close()
         return client
 

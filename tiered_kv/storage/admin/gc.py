@@ -24,8 +24,8 @@ from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, StoreLock, 
 from .inventory import StoreInfo
 
 LEFTOVER_S = 60.0
-"""Age at which probe files and empty folders count as abandoned, seconds. A start takes 1 or 2
-s."""
+"""Age at which probe files and empty folders count as abandoned, seconds. Opening a store takes 1
+or 2 s."""
 
 _CLOCK_SET = 365 * 86400.0
 _PROBE_NAME = re.compile(r"\.probe-[0-9]+")

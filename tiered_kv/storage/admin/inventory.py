@@ -184,13 +184,13 @@ class Inventory:
 
     @property
     def dead_bytes(self) -> int:
-        """Size of superseded records in segments that have live pages, bytes."""
+        """Size of the superseded records in readable segments, bytes."""
         records = sum(one.records_end - one.loaded.header.header_bytes for one in self.segments)
         return records - sum(place.entry.nbytes for place in self.pages.values())
 
     @property
     def ranks(self) -> int:
-        """Number of the engine's ranks, from its newest segment; 0 without one."""
+        """Number of the engine's ranks, from the newest readable segment; 0 if there is none."""
         return self.segments[-1].loaded.header.ranks if self.segments else 0
 
     @property
@@ -215,7 +215,7 @@ def take_inventory(info: StoreInfo) -> Inventory:
 @contextmanager
 def faults_noted(path: Path, faults: dict[Path, str]) -> Iterator[None]:
     """Record the error that ends the reading of a segment in a ``with`` block. A segment that has
-    vanished, or has no header yet, has no fault."""
+    vanished, or has no header yet, is not a fault."""
     try:
         yield
     except (FileNotFoundError, BlankSegment):

@@ -75,7 +75,7 @@ class VerifyResult:
         return not (self.bad_pages or self.bad_segments)
 
     def confirming(self, earlier: VerifyResult) -> VerifyResult:
-        """Return this result with only those faults that an earlier check found as well. A store in
+        """Return this result with only the faults that an earlier check also found. A store in
         use writes, seals and deletes segments, and a check may read intermediate states. Real
         damage is found twice."""
         both = {path for path in self.bad_segments if path in earlier.bad_segments}
@@ -145,8 +145,8 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
 
 
 def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
-    """Return True if the file ends with a damaged trailer, in which either the magic or the nonce
-    is wrong."""
+    """Return True if the file ends with a trailer, even a damaged one: its magic or its nonce is
+    right."""
     size = loaded.size // BLOCK * BLOCK
     trailer = bytes(read_blocks(_FILES, fd, size - BLOCK, BLOCK)[-TRAILER_BYTES:])
     nonce = loaded.header.nonce.to_bytes(8, "little")

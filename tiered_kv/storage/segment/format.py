@@ -202,7 +202,7 @@ def payload_digest(payload: memoryview) -> bytes:
 
 SEGMENT_BYTES = 512 << 20
 MIN_PAGES = 8
-"""Minimum number of pages that fit into every segment."""
+"""Number of pages for which even the smallest segment has space."""
 
 
 def least_segment_bytes(page_format: PageFormat) -> int:

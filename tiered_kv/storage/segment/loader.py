@@ -54,8 +54,8 @@ def load_segment(
 
     Raises:
         BlankSegment: the segment has no header yet.
-        FormatError: the header is incomplete, or the file is longer than any segment; or ``check``
-            raised it.
+        FormatError: the header is incomplete or damaged, or the file is longer than any segment; or
+            ``check`` raised it.
         OSError: the disk failed.
     """
     size = files.size(fd)

@@ -46,7 +46,7 @@ class PackedRecord:
         start: offset of the record in the buffer, a multiple of a block.
         nbytes: length of the record on disk, and in the buffer unless the record is in two pieces.
         digest: digest of plane and frame.
-        page: the payload, if the buffer holds only the header, in a separate block.
+        page: the page, if the buffer holds only the header, as one block; otherwise None.
     """
 
     index: int

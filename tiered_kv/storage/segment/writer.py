@@ -152,7 +152,7 @@ class SegmentWriter:
                 self._files.fdatasync(self._fd)
                 self._named.result()
             except OSError as failure:
-                # The data may or may not be on disk, and a second fdatasync would not tell.
+                # The data may or may not be on disk, and a second fdatasync would not show which.
                 whole, error = 0, failure
             else:
                 start = flights[0].places[0].offset

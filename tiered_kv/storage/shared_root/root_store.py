@@ -26,9 +26,9 @@ from .own_folder import FULL, GONE, FolderReader, OpenPacks, OwnFolder, folders_
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
-"""Time for which the indexes count as complete after they were read, seconds."""
+"""Time for which the indexes count as current after they were read, seconds."""
 NOT_WRITABLE = (*FULL, errno.EROFS, errno.EACCES)
-"""Errors of a write that do not affect reads, like those of a server that only refuses writes."""
+"""Errors of a write that do not affect reads, which continue."""
 AHEAD = 8
 """Number of values that the operating system is advised to read in advance."""
 

@@ -26,7 +26,7 @@ OPEN_FILES = 128
 LAST_NUMBER = 99_999_999
 """Largest number of a segment, since its name has eight digits."""
 NEARLY_LAST_NUMBER = LAST_NUMBER - 10_000_000
-"""Largest number of a segment of an earlier process.
+"""Largest segment number that is accepted from an earlier process.
 
 No disk lives long enough to reach it, and no process writes enough segments to get from it to
 ``LAST_NUMBER``.

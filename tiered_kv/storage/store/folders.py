@@ -1,8 +1,8 @@
 """Store folders and segments under a root, distinguished from any other files there.
 
 A store folder has a store's name and contains a store's lock. A segment has a segment's name and is
-a plain file. Nothing else is counted, read or deleted, and no link is followed. A path that has
-such a name but is something else, or cannot be read, is called odd. It is skipped and reported.
+a plain file. Nothing else is counted, read or deleted, and no link is followed. A path with
+such a name that is something else, or cannot be read, is called odd. It is skipped and reported.
 """
 
 from __future__ import annotations

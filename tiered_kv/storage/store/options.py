@@ -163,8 +163,8 @@ class StoreContext:
     def no_room(self, limit: int) -> None:
         """Count a segment that could not be allocated.
 
-        If the disk has space for no more than ``limit`` bytes, this is logged, at most every ten
-        minutes.
+        If ``limit``, the space for segments, is less than the configured capacity, this is logged,
+        at most every ten minutes.
         """
         self.stats.no_room += 1
         if limit < self.options.capacity_bytes and self.full.begins("", time.monotonic()):

@@ -195,7 +195,7 @@ class SegmentStore(PageStore):
         return failed
 
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
-        """Look pages up in the catalogue. This takes no I/O."""
+        """Look pages up in the catalogue, without I/O."""
         return frozenset(i for i, key in enumerate(keys) if key not in self)
 
     def drop(self, keys: Iterable[PageKey]) -> None:
@@ -218,9 +218,10 @@ class SegmentStore(PageStore):
     def proposal(self) -> Proposal | None:
         """Return the segment that should be reclaimed next; None if there is enough space.
 
-        The space is enough while about two segments fit into it and the store does not exceed its
-        share. The victim is the segment with the fewest live bytes if more than half of it is dead,
-        otherwise the oldest. The active segment is reclaimed only if it is full and the only one.
+        The space is enough while two segments fit into it (one, if the share is small) and the
+        store does not exceed its share. The victim is the segment with the fewest live bytes if
+        more than half of it is dead, otherwise the oldest. The active segment is reclaimed only if
+        it is full and the only one.
         """
         victim = None if self._catalogue.closed else self._victim()
         if victim is None:
@@ -242,7 +243,7 @@ class SegmentStore(PageStore):
         """Delete a segment after writing the survivors among its pages once more.
 
         Returns:
-            The pages that are lost: all that are not survivors, and survivors that could not be
+            The pages that are lost: all pages except the survivors, and survivors that could not be
             written. As with ``drop``, the next process may find such a page again, in an older
             record.
         """
@@ -311,7 +312,7 @@ def _is_short(outlook: Outlook, left: int) -> bool:
 def _begin(options: StoreOptions, files: FileLayer, capacity: Capacity) -> StoreLock:
     """Lock the store, and create its folder if needed.
 
-    If the disk is too full even for the folder, stores that no process has open are deleted.
+    If the disk is too full even for the folder, segments of unused stores are deleted.
     """
     while True:
         try:

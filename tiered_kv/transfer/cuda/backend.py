@@ -68,15 +68,16 @@ class CudaTransfer(TransferBackend):
     Args:
         layouts: locations of a block's bytes in the storage, for each page group.
         storage: the engine's KV allocation, uint8 ``[bytes]`` on the GPU, contiguous.
-        pool: slots as large as the largest page. If it is not pinned, nothing is staged, because
-            the driver uses its own buffers.
+        pool: slots as large as the largest page. If it is not pinned, nothing is staged by
+            default, because the driver uses its own buffers.
         by: copy method; tests and benchmarks set it.
         buffer_bytes: minimum size of each of the four staging buffers in VRAM, bytes. A page must
             fit.
 
     Raises:
-        ValueError: storage or slots too small for the layout.
-        CudaError: ``by`` requires a pinned pool.
+        ValueError: the storage is too small for the layout, or a slot has another size than the
+            largest page.
+        CudaError: the pool counts as pinned, but its memory is not registered.
         torch.OutOfMemoryError: not enough VRAM for the buffers.
     """
 

@@ -90,7 +90,7 @@ class CudaRuntime:
         self._check(self._library.cudaHostUnregister(host))
 
     def device_pointer(self, host: int) -> int:
-        """Return the address of registered host memory that kernels use.
+        """Return the address at which kernels access registered host memory.
 
         Raises:
             CudaError: the memory is not registered.

@@ -5,7 +5,7 @@ Users must keep four rules, so that a page found under a key is always the page 
 - Slots are invalidated before anything writes to them, including device copies and compressors, and
   even if the write is then refused.
 - A slot is validated once its bytes have landed, and are known to be right on every rank. A save
-  reported as done may be one whose blocks were freed during the copy.
+  may be reported as done even if its blocks were freed during the copy.
 - A slot is validated with the ticket that it had when its bytes landed, so that a late validation
   does not apply to bytes written since.
 - Adopted pages are checked before anything reads them (``check_adopted``). Pages of bundles are
@@ -24,7 +24,7 @@ sign of their end:
 
 - The lock of the file is not enough. A dying process closes its files in no reliable order: its
   lock may be released before the driver's handle, whose release ends the copies.
-- Its process id is not enough either. The next owner may run in another container, which cannot see
+- The process id is not enough either. The next owner may run in another container, which cannot see
   the process. Moreover, NVIDIA's driver finishes a killed process's work in a separate thread if
   its locks are taken (``nvidia_close_deferred`` in its open source), after the process is gone.
 
@@ -66,10 +66,10 @@ from .memory_format import ENTRY_BYTES, BundleHeader, FileHeader, SlotHeader
 from .slot_table import BundleNote, SlotTable, pack_note, parse_note
 
 REST_S = 30.0
-"""Quarantine of slots, from the moment the file's lock was acquired, seconds.
+"""Duration of the quarantine of slots, which starts when the file is opened, seconds.
 
-It is long compared to the end of a context, and mostly over when a starting engine receives its
-first request.
+It is long compared to the time in which a CUDA context ends, and mostly over when a starting engine
+receives its first request.
 """
 
 
@@ -106,7 +106,8 @@ class LastingMemory:
         lock: descriptor that holds its lock; closed with this object.
         mapped: mapping of the whole file; closed with this object.
         keep: True to keep the file when this object is closed.
-        clock: monotonic seconds. The lock was acquired before this object is created.
+        clock: monotonic seconds. The quarantine starts when this object is created, after the lock
+            was acquired.
 
     Attributes:
         keep: True to keep the file when this object is closed. May be changed until then.

@@ -1,7 +1,7 @@
 """Memory files in a folder: found and described without mapping them.
 
 A memory file is recognized by its name and its magic. Nothing else is read, and no link is
-followed. A path that has such a name but is something else, or cannot be read, is called odd. It is
+followed. A path with such a name that is something else, or cannot be read, is called odd. It is
 skipped and reported.
 """
 

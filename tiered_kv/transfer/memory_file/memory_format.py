@@ -89,7 +89,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Properties that two files must share for one engine to adopt the other's pages.
+    """Properties of a memory file. An engine adopts a file's pages only if all of them match.
 
     Attributes:
         contents: 16 bytes, the digest of the fingerprints of the engine's page groups.
@@ -268,8 +268,8 @@ def parse_slot_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> S
 
 
 def pack_bundle_header(nonce: int, slot: int, header: BundleHeader, state: State) -> bytes:
-    """Pack the header of a slot of a bundle. ``state`` tells whether it is the first slot or
-    another slot."""
+    """Pack the header of a slot of a bundle. ``state`` is ``BUNDLE`` for the first slot, and
+    ``PART`` for every other slot."""
     counts = _COUNTS.pack(header.pages, header.slots)
     body = _ENTRY.pack(state, header.note_bytes, 0, header.saved, header.digest, counts)
     return body + _own_digest(nonce, slot, body)

@@ -2,7 +2,7 @@
 
     TIERED_KV_CPU_PATH/<replica>-<rank>.slots
 
-An engine has the folder for itself: a second engine is refused. An existing file is handled
+An engine has the folder to itself: a second engine is refused. An existing file is handled
 according to its contents:
 
 - A file without the magic, a path that is not a plain file, or a file of another user is left
@@ -17,7 +17,7 @@ according to its contents:
 - A memory file of a rank that the engine no longer has is deleted, unless it is in use.
 
 The whole file is allocated before it is mapped, because a store to a mapping on a full file system
-would be a SIGBUS.
+would raise SIGBUS.
 
 The module also decides whether a file with the name of a memory file is a memory file, and whether
 it can be used or deleted.

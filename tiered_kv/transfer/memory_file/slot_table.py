@@ -24,7 +24,7 @@ The note at the start of a bundle's first slot lists its pages, their locations 
 
     table     of the codec
 
-    record    of each page that a later engine may find, 112 bytes:
+    record    of each page that a later engine may find, 120 bytes:
 
               key bytes      u32
               plane bytes    u32

@@ -98,7 +98,7 @@ def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
 
 def agreed_bundles(ranks: Sequence[AdoptedPages]) -> list[AdoptedBundle]:
     """Return bundles of the pages that every rank has compressed, oldest first, with the slots of
-    the rank that needs most slots. A page in two bundles belongs to the newer bundle. A page in
+    the rank that needs the most slots. A page in two bundles belongs to the newer bundle. A page in
     both a bundle and a slot belongs to the slot.
 
     Args:
