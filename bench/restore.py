@@ -65,7 +65,7 @@ SOURCES = {
     "ssd": SSD,
     "ssd_after_restart": SSD,
 }
-"""For each type of request, the connector's name for the number of tokens from its source."""
+"""Names of the token counts that the connector reports, by type of request."""
 
 
 # -- the client and its texts --------------------------------------------------------------

@@ -12,7 +12,7 @@ from .paired import PairedRatio
 from .results import JobDone, Kept, Run, TurnDone
 
 BUSY_CORES = 0.15
-"""If other programs used more cores than this on average, the results contain a note."""
+"""Mean number of cores. If other programs used more, the results contain a note."""
 
 
 @dataclass(frozen=True, slots=True)

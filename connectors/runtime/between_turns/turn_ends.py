@@ -328,8 +328,8 @@ class KvPlacement:
 
 
 IDLE_AHEAD_S = 3600.0
-"""How far in advance an engine that becomes idle promotes contexts, seconds. Possibly no hook runs
-during that time."""
+"""Time by which an engine that becomes idle promotes contexts in advance, seconds. Possibly no hook
+runs during that time."""
 
 
 class Arrival(NamedTuple):
