@@ -39,7 +39,7 @@ class TraceHeader:
         replica: index among data-parallel engines.
         block_size: tokens per block.
         vram_blocks: VRAM blocks for requests.
-        tiers_bytes: capacity of each tier outside VRAM, over all ranks; 0 if not known.
+        tiers_bytes: capacity of each tier outside VRAM, over all ranks; 0 if unlimited or unknown.
         mode: ``observe``, or left out.
         page_bytes: size of a block's pages, over all ranks.
         groups: KV types of the page groups: ``full``, ``window``, ``chunk`` or ``state``.

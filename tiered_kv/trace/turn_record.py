@@ -54,7 +54,7 @@ class PinEnd(Enum):
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
     """Times of a turn, in seconds. ``held_s`` and ``pages_s`` are durations; the others count from
-    the turn's arrival, and are None if there was no such event.
+    the turn's arrival, and are None for an event that did not occur.
 
     Attributes:
         held_s: time that a new job was held back.
@@ -215,7 +215,7 @@ class PageMoves:
 
 @dataclass(frozen=True, slots=True)
 class GapStory:
-    """The gap after the turn. Times are in seconds, and None if there was no gap.
+    """The gap after the turn. Times are in seconds; ``gap_s`` is None if there was no gap.
 
     Attributes:
         end: event that ended the gap; left out for ``no_gap``.
