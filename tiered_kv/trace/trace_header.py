@@ -30,26 +30,22 @@ class TraceHeader:
     """The engine that wrote the following records.
 
     Attributes:
-        version: version of tiered-kv.
-        started: when this engine opened the trace, in seconds since the epoch; the same in all
-            files of the engine.
-        clock: the engine's monotonic clock at that time, in seconds.
+        version: tiered-kv's version.
+        started, clock: start of this engine's trace, in seconds since the epoch, and on the
+            engine's monotonic clock.
         model: name or folder of the model.
-        policy: ``TIERED_KV_POLICY``.
-        replica: index of the engine among data-parallel engines.
+        policy, eviction, admission: the settings in effect; ``admission`` is ``off`` unless the
+            policy is ``occupancy``.
+        replica: index among data-parallel engines.
         block_size: tokens per block.
-        vram_blocks: VRAM blocks available to requests.
+        vram_blocks: VRAM blocks for requests.
         tiers_bytes: capacity of each tier outside VRAM, over all ranks; 0 if unlimited or unknown.
-        mode: ``observe`` if no KV was moved; otherwise left out.
-        page_bytes: size of a block's pages, over all groups and ranks; 0 if unknown.
-        groups: KV type of each page group: ``full``, ``window``, ``chunk`` or ``state``; empty if
-            unknown.
+        mode: ``observe``, or left out.
+        page_bytes: size of a block's pages, over all ranks.
+        groups: KV types of the page groups: ``full``, ``window``, ``chunk`` or ``state``.
         step_tokens, running, context_tokens: vLLM's limits: tokens per step, running requests,
-            tokens per context; 0 if unknown.
+            tokens per context.
         job_order: true under ``ContinuumScheduler``.
-        admission: ``TIERED_KV_ADMISSION`` in effect: ``off`` under all policies except
-            ``occupancy``.
-        eviction: ``TIERED_KV_EVICTION``.
     """
 
     version: str

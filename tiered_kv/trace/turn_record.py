@@ -25,29 +25,28 @@ class StoryEnd(Enum):
     OVER = "over"
     """The client reported that no turn follows."""
     GIVEN_UP = "given_up"
-    """The job was silent for four hours, or longest of all when more than 8,192 jobs were waiting.
-    """
+    """The job was silent for four hours, or the longest of over 8,192 jobs."""
     CLOSED = "closed"
-    """The engine stopped before the gap ended."""
+    """The engine stopped first."""
     NO_GAP = "no_gap"
-    """There was no gap: the turn had no job or no KV, or another turn of the job was running."""
+    """The turn had no job or no KV, or another turn of the job was running."""
 
 
 class PinEnd(Enum):
     """Reason for the end of a pin."""
 
     RETURNED = "returned"
-    """The job's next turn arrived before the pin expired."""
+    """The job returned in time."""
     EXPIRED = "expired"
-    """The pin's time limit was reached."""
+    """The time limit was reached."""
     PRESSURE = "pressure"
-    """The blocks were released for a request that needed them more."""
+    """A request needed the blocks."""
     REVISED = "revised"
     """A tool call or a client revised the decision."""
     GIVEN_UP = "given_up"
     """The job is no longer expected."""
     RESET = "reset"
-    """All pins were released: a cache reset, the watchdog, or a failed hook."""
+    """All pins were released, for example by a cache reset."""
     CLOSED = "closed"
     """The engine stopped."""
 
@@ -55,17 +54,14 @@ class PinEnd(Enum):
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
     """Times of a turn, in seconds. ``held_s`` and ``pages_s`` are durations; the others count from
-    the turn's arrival.
+    the turn's arrival, and are None for an event that did not occur.
 
     Attributes:
-        held_s: time that the turn's job was held back, if the job was new.
-        pages_s: further time spent waiting for promoted pages, or for space to promote them.
-        admitted_s: allocation of the turn's first blocks. The time not in ``held_s`` and
-            ``pages_s`` was spent waiting for blocks. None if the turn was never admitted.
-        scheduled_s: first step that computes tokens of the turn; later than ``admitted_s`` if KV
-            was restored first. None if there was no such step.
-        first_token_s: first token, recorded by the scheduler up to one step late; None if there was
-            none.
+        held_s: time that a new job was held back.
+        pages_s: further wait for promoted pages, or for space to promote them.
+        admitted_s: allocation of the first blocks.
+        scheduled_s: first step that computes the turn, after any restore.
+        first_token_s: first token, up to one step late.
         end_s: end of the turn.
     """
 
@@ -83,14 +79,12 @@ FIRST_PREEMPTIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class Preemptions:
-    """Preemptions of the turn.
+    """Preemptions of the turn. Times are in seconds after the turn's arrival.
 
     Attributes:
         count: number of preemptions.
-        at_s: times of the first three preemptions, in seconds after the turn's arrival.
-        back_s: times at which the turn was scheduled again. One fewer than ``at_s`` if the turn did
-            not resume after the last preemption.
-        found: tokens of prompt and answer found in VRAM or restored when the turn resumed.
+        at_s, back_s: times of the first three, and of the resumptions.
+        found: tokens found in VRAM or restored at each resumption.
     """
 
     count: int = 0
@@ -105,16 +99,12 @@ class TurnTokens:
     four are 0 if the turn was never admitted.
 
     Attributes:
-        prompt: prompt length.
-        vram, cpu: prompt tokens found in this tier at the first admission.
-        ssd: prompt tokens found in tiers below CPU memory, including shared tiers. Not part of
-            ``cpu``.
+        prompt, output: length of prompt and answer.
+        vram, cpu, ssd: prompt tokens found in this tier at the first admission; ``ssd`` covers all
+            lower tiers, also shared ones.
         recomputed: computed prompt tokens.
-        lost: recomputed tokens that were in the context of the job's last turn: the cost of
-            evictions. Up to eight blocks too low, because contexts are compared eight blocks at a
-            time.
-        new: prompt tokens beyond the context of the job's last turn.
-        output: answer length.
+        lost: lower bound of the ``recomputed`` tokens that were in the job's last context.
+        new: prompt tokens beyond that context.
     """
 
     prompt: int = 0
@@ -132,9 +122,8 @@ class WouldHave:
     """Part of ``recomputed`` that an engine in observe mode would have found in a tier.
 
     Attributes:
-        vram: in VRAM, under a pin of the turn's job or of a job with the same prefix.
-        cpu: in CPU memory.
-        ssd: in a tier below CPU memory.
+        vram: under a pin of the job, or of one with the same prefix.
+        cpu, ssd: in CPU memory, or in a lower tier.
     """
 
     vram: int = 0
@@ -147,20 +136,19 @@ class PricedDecision:
     """The last decision about the turn's KV, with its inputs. Times are in seconds.
 
     Attributes:
-        tier: ``pin``, ``cpu``, ``store`` (tiers below CPU memory) or ``drop``.
-        gap_class: ``fast``, ``uncertain`` or ``slow``; empty for policies without classes.
-        ttl_s: time limit of the pin.
-        back_s: planned time of the promotion, in seconds after the turn's end; None if the
-            promotion waits for the next turn.
+        tier: ``pin``, ``cpu``, ``store`` (lower tiers) or ``drop``.
+        gap_class: ``fast``, ``uncertain`` or ``slow``, if the policy has classes.
+        ttl_s: the pin's time limit.
+        back_s: planned promotion, after the turn's end; None if it waits for the next turn.
         q50_s, q90_s: quantiles of the forecast gap; None without a forecast, or beyond four hours.
-        benefit_s: B, time saved if the job returns while its KV is in VRAM.
+        benefit_s: B, time saved by KV that is still in VRAM.
         restore_s: R, expected time of the cheapest restore.
         recompute_s: time to recompute the context.
-        cpu_s: time to restore the context from CPU memory; None if CPU memory cannot hold it.
-        tiers_s: time to restore the context from each tier below CPU memory.
-        cpu_stay_s: current residence time of a page in CPU memory; None without evictions.
+        cpu_s: time to restore it from CPU memory; None if it does not fit there.
+        tiers_s: time to restore it from each lower tier.
+        cpu_stay_s: a page's stay in CPU memory; None without evictions.
         survival: fraction of KV outside VRAM that is still resident when needed; default 1.
-        queue_s: T, wait for admission of turns whose KV had left VRAM.
+        queue_s: T, admission wait of turns whose KV had left VRAM.
         memoryfulness: η, fraction of T that a pin saves; default 1.
         vram_price: λ, seconds charged per second in VRAM.
     """
@@ -189,12 +177,12 @@ class PricedDecision:
 
 @dataclass(frozen=True, slots=True)
 class PinStory:
-    """The pin after the turn.
+    """The pin after the turn. Times are in seconds.
 
     Attributes:
-        blocks: pinned VRAM blocks; 0 without a pin.
-        held_s: duration of the pin, in seconds.
-        end: reason for the end of the pin; None without a pin.
+        blocks: pinned VRAM blocks.
+        held_s: duration.
+        end: reason for its end.
     """
 
     blocks: int = 0
@@ -207,16 +195,13 @@ class PageMoves:
     """Pages moved between CPU memory and the tiers below.
 
     Attributes:
-        promoted: pages promoted for this turn.
-        promoted_bytes: size of these pages, uncompressed, on one rank.
-        used: promoted pages that this turn restored to VRAM, and that no earlier turn had used.
-        ahead: pages promoted in the gap, before the job returned.
-        demoted: pages of the turn's context that the decision demoted; pages already in a tier are
-            not rewritten.
-        evicted: pages of the turn's context evicted in the gap, by the tier that they left. A copy
-            in another tier may remain. Recorded only by eviction rules that implement
-            ``waiting_job`` (built in: ``worth``).
-        superseded: pages of the job's earlier contexts that this turn's prompt superseded.
+        promoted, promoted_bytes: pages promoted for this turn; their uncompressed size on one rank.
+        used: promoted pages that this turn was the first to restore.
+        ahead: pages promoted in the gap.
+        demoted: pages that the decision demoted.
+        evicted: pages evicted in the gap, by tier. Needs an eviction rule with ``waiting_job``,
+            such as ``worth``.
+        superseded: pages of earlier contexts that the prompt superseded.
     """
 
     promoted: int = 0
@@ -230,14 +215,13 @@ class PageMoves:
 
 @dataclass(frozen=True, slots=True)
 class GapStory:
-    """The gap after the turn.
+    """The gap after the turn. Times are in seconds; ``gap_s`` is None if there was no gap.
 
     Attributes:
-        end: event that ended the gap; left out if there was no gap.
-        gap_s: length of the gap, in seconds; None if there was no gap.
-        in_vram: true if the job was still pinned when its next turn arrived.
-        saved_s: B if ``in_vram`` is true, in seconds; otherwise 0.
-        cost_s: λ times the duration of the pin, in seconds.
+        end: event that ended the gap; left out for ``no_gap``.
+        gap_s: its length.
+        in_vram: true if the job returned while pinned.
+        saved_s, cost_s: B if ``in_vram``, and λ times the duration of the pin.
     """
 
     end: StoryEnd = StoryEnd.NO_GAP
@@ -283,21 +267,18 @@ class TurnRecord:
     """A turn, written when its gap ends.
 
     Attributes:
-        job: job name; None for a turn without a job.
-        session: job name of the session's main agent, if that is another job; None if unknown.
+        job: job name, if any.
+        session: job of the session's main agent, if another.
         agent: the agent's id in that session; None for the main agent.
-        parent: name of the job whose agent started this agent; None if unknown.
-        client: digest of the client's ``cache_salt``; empty without a salt. Equal job names of
-            different clients are different jobs.
-        replica: index of the engine among data-parallel engines.
-        turn: number of the turn in its job, from 1.
+        parent: job whose agent started this agent.
+        client: digest of the client's ``cache_salt``, which separates equal job names.
+        replica: index among data-parallel engines.
+        turn: number in the job, from 1.
         request: vLLM's request id.
-        arrived: arrival, in seconds since the epoch.
-        finish: vLLM's finish status, or the state (``WAITING``, ``RUNNING``) when the engine
-            stopped.
-        tool: the tool that ran in the gap, from general to specific; empty if unknown.
-        hints: intent and outcome of the last hints for the job's KV during the turn and the gap,
-            such as ``pin accepted``; at most four.
+        arrived: seconds since the epoch.
+        finish: vLLM's finish status, or its request state when the engine stopped.
+        tool: the tool that ran in the gap, from general to specific.
+        hints: intent and outcome of the last four hints, such as ``pin accepted``.
     """
 
     job: str | None = None

@@ -17,21 +17,20 @@ class StepRecord:
     """The engine when a step was scheduled.
 
     Attributes:
-        step: step number since this engine opened the trace, from 1.
+        step: number of the step, from 1.
         at: scheduling time, in seconds since the epoch.
-        replica: index of the engine among data-parallel engines.
-        running: unfinished requests that have been allocated blocks, including preempted requests.
+        replica: index among data-parallel engines.
+        running: requests with allocated blocks, and preempted requests.
         waiting: requests without blocks, except those in ``held``.
         held: requests of new jobs that are held back.
-        scheduled: requests that compute in this step.
-        prefill: prompt tokens computed in this step, and all tokens recomputed after a preemption.
-        decode: answer tokens computed in this step.
-        free: VRAM blocks without a reference.
-        cached: hashed VRAM blocks, in use or free, that prompts can hit.
-        pinned: pinned VRAM blocks.
-        nbytes: bytes of pages per tier outside VRAM, over all ranks.
-        orders: orders in flight by type: ``save``, ``load``, ``pack`` (compress), ``demote``,
-            ``promote``, ``lookup``, and ``export`` and ``import`` of snapshots.
+        scheduled: requests in this step.
+        prefill: computed prompt tokens, and all tokens recomputed after a preemption.
+        decode: computed answer tokens.
+        free, pinned: unreferenced VRAM blocks, and pinned VRAM blocks.
+        cached: VRAM blocks, in use or free, that prompts can hit.
+        nbytes: page bytes per tier outside VRAM, over all ranks.
+        orders: orders in flight: ``save``, ``load``, ``pack`` (compress), ``demote``, ``promote``,
+            ``lookup``, and ``export`` and ``import`` of snapshots.
     """
 
     step: int
