@@ -192,8 +192,8 @@ def with_connector(options: ServerOptions, **settings: str) -> ServerOptions:
 
 
 def within_reach(bound: ServerOptions, blocks: int | None) -> ServerOptions:
-    """Return the options of the bound, with the limit that running requests occupy no more than
-    ``blocks`` in total.
+    """Return the options of the lossless bound's server, with running requests limited to
+    ``blocks`` blocks in total.
     """
     config = json.dumps({"reach_blocks": blocks})
     return with_args(bound, "--scheduler-cls", REACH_SCHEDULER, "--additional-config", config)

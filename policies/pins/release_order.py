@@ -93,7 +93,7 @@ def release_order(
     waiter_started_at: float | None,
     greedy: Collection[str] = (),
 ) -> list[JobKey]:
-    """Sort the pins that may be released, the first to be released first.
+    """Return the jobs whose pins may be released, in the order in which to release them.
 
     The pin that saves the least per block is released first. Among pins that save equally, as with
     a policy without forecasts, the youngest job's pin is first.

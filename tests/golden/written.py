@@ -17,7 +17,7 @@ FINGERPRINT = bytes(range(16))
 
 
 def page(key: bytes, page_format: PageFormat = FORMAT) -> Bytes:
-    """Return the page of a key: bf16 numbers with absolute values from 1/256 to 2, which compress
+    """Return the page of a key: bf16 numbers with absolute values from 1/128 to 2, which compress
     well."""
     bits = np.frombuffer(shake_128(key).digest(page_format.page_bytes), np.uint8).copy()
     bits[1::2] = bits[1::2] & 0x80 | 0x3C | bits[1::2] & 0x03

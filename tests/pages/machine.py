@@ -259,7 +259,7 @@ class OrdersMachine(World):
         self.carry_out(flight, rank, fail)
 
     def report(self, data: st.DataObject) -> None:
-        """Deliver reports of some ranks on some orders together."""
+        """Deliver up to four pending reports together, in random order."""
         waiting = self.to_report()
         count = data.draw(st.integers(1, 4))
         self.deliver([waiting.pop(self.draw_index(data, waiting)) for _ in waiting[:count]])

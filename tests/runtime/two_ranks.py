@@ -58,8 +58,8 @@ class TwoRanks(Halves):
         self.introduce(lambda said: said)
 
     def introduce(self, change: Callable[[Handshake], Handshake], **speeds: float) -> None:
-        """Send the handshakes of both ranks to the scheduler half, the second one after
-        ``change``."""
+        """Send the handshakes of both ranks to the scheduler half, with ``change`` applied to the
+        second one, and with ``speeds`` in both."""
         said = {0: self.worker.handshake(), 1: change(self.second.handshake())}
         for rank, one in said.items():
             said[rank] = replace(one, speeds=replace(one.speeds, flops=0.0, **speeds))

@@ -383,7 +383,7 @@ def test_restores_with_several_groups_are_async() -> None:
 
 
 class Drafter:
-    """A fake of vLLM's configuration of speculative decoding."""
+    """A fake of vLLM's speculative decoding configuration."""
 
     def __init__(self, *, takes_next_token: bool, modules: int = 1) -> None:
         self._takes_next_token = takes_next_token

@@ -175,7 +175,7 @@ def test_headers_and_body_fields_are_carried_on_every_path(path: str) -> None:
 
 
 def test_a_session_next_to_the_messages_is_used() -> None:
-    """On its other paths, vLLM itself reads the field."""
+    """On all paths but that of Anthropic's Messages API, vLLM itself reads ``session_id``."""
     assert params(MESSAGES, session_id="s") == {"session_id": "s"}
     inside = {"session_id": "in"}
     assert params(MESSAGES, session_id="s", kv_transfer_params=inside) == inside

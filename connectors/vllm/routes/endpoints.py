@@ -108,7 +108,7 @@ class TieredEndpoints:
         return {"version": __version__, "vllm_version": vllm.__version__, "engines": engines}
 
     async def _jobs(self, request: Request) -> dict[str, Any]:
-        """Return a page of jobs, collected in parts that an engine can report between two steps."""
+        """Return a page of jobs, queried in parts small enough to report between two steps."""
         page = read_page(request.query_params)
         jobs, after = list[dict[str, Any]](), page.after
         while True:

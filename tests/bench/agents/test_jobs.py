@@ -20,7 +20,7 @@ BEGIN = 1
 
 
 class Letters:
-    """A tokenizer with one token per character, and a token for the start of a text."""
+    """A tokenizer with one token per character, and a start-of-text token."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [BEGIN] * add_special_tokens + [ord(char) for char in text]

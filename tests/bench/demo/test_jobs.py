@@ -118,7 +118,7 @@ def test_a_faster_machine_gets_more_work_for_the_same_time() -> None:
 
 
 def test_a_slow_moment_does_not_make_the_machine_look_slow() -> None:
-    """The first round loads kernels, and the load of other processes slows the next ones."""
+    """The first round loads kernels, and other processes may slow the next rounds."""
     slow = [0.05, 0.05, 0.0]
     (took,) = fastest([lambda: time.sleep(slow.pop(0))], 0.05)
     assert took < 0.05

@@ -66,7 +66,7 @@ def parent_waits(rig: Rig) -> None:
 
 
 def asked_tools(rig: Rig, job: JobKey = PARENT) -> list[tuple[str, ...]]:
-    """Return the tools of the job's gap, in the order of its decisions."""
+    """Return the tool of each decision on the job's gap, in order; skips those without one."""
     asked = [end.tool for end, _ in policy(rig).asked if end.job == job]
     return [tool.path for tool in asked if tool is not None]
 

@@ -48,7 +48,7 @@ def settings_with(url: str, *, slots: int = 64, **more: Any) -> dict[str, Any]:
 
 
 def ask(rig: Rig, name: str, prompt: Sequence[int] = CONTEXT, **params: object) -> None:
-    """Run a turn, and wait for every order, also after the turn's end."""
+    """Run a turn, and wait for all orders, including those that finish after the turn."""
     rig.add(name, prompt, params=params or None)
     while rig.scheduler.has_requests() or rig.orders_under_way:
         rig.step()

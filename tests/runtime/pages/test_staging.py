@@ -54,7 +54,8 @@ def reads(rig: Rig) -> Iterator[threading.Event]:
 
 
 def from_ssd(rig: Rig, name: str, prompt: Sequence[int]) -> int:
-    """Finish a turn, and return how many tokens of its prompt were promoted from SSD."""
+    """Finish all turns, check the output of ``name``, and return how many prompt tokens of all
+    turns came from SSD."""
     before = rig.count("prompt_tokens_ssd")
     rig.run()
     assert rig.outputs[name] == expected(prompt, 4)
