@@ -25,7 +25,7 @@ class StoryEnd(Enum):
     OVER = "over"
     """The client reported that no turn follows."""
     GIVEN_UP = "given_up"
-    """The job was silent for four hours, or the longest of over 8,192 jobs."""
+    """The job was silent for four hours, or longer than all others when over 8,192 jobs waited."""
     CLOSED = "closed"
     """The engine stopped first."""
     NO_GAP = "no_gap"
