@@ -68,7 +68,7 @@ def test_an_engine_is_managed_unless_it_is_to_be_observed(tmp_path: Path) -> Non
 @pytest.mark.parametrize("wrong", ["", "Observe", "dry-run", "1"])
 def test_an_unknown_mode_is_refused(wrong: str) -> None:
     said = refusal({"TIERED_KV_MODE": wrong})
-    assert said == f"TIERED_KV_MODE={wrong!r} is not valid: set manage or observe."
+    assert said == f"TIERED_KV_MODE={wrong!r} is not valid: set it to manage or observe."
 
 
 def test_a_number_may_be_written_as_text_in_the_extra_config() -> None:
@@ -83,9 +83,9 @@ def test_zero_turns_the_cpu_tier_or_pinning_off() -> None:
 
 def test_a_misspelt_key_is_refused_with_the_one_that_was_meant() -> None:
     sentence = refusal({"TIERED_KV_CPU_GB": "4"})
-    assert (
-        sentence
-        == "unknown setting 'cpu_gb' (TIERED_KV_CPU_GB): did you mean cpu_gib? Otherwise remove it."
+    assert sentence == (
+        "unknown setting 'cpu_gb' (TIERED_KV_CPU_GB): did you mean cpu_gib? If not, remove the "
+        "setting."
     )
     sentence = refusal(extra={"TIERED_KV_CPU_GIB": 4})
     assert "(TIERED_KV_CPU_GIB): did you mean cpu_gib?" in sentence
@@ -117,32 +117,36 @@ def test_an_unknown_key_is_refused_with_the_known_keys() -> None:
 @pytest.mark.parametrize("value", ["", "4GB", "four", None, True, [4], {"gib": 4}])
 def test_what_is_not_a_number_is_refused_with_a_valid_one(value: object) -> None:
     sentence = refusal(extra={"cpu_gib": value})
-    assert sentence == f"TIERED_KV_CPU_GIB={value!r} is not a number: set TIERED_KV_CPU_GIB=4."
+    assert sentence == (
+        f"TIERED_KV_CPU_GIB={value!r} is not a number. Set a number, for example "
+        "TIERED_KV_CPU_GIB=4."
+    )
 
 
 @pytest.mark.parametrize("value", [-1, -0.001, "1e9", "nan", "inf", "-inf", float("nan")])
 def test_an_impossible_size_is_refused_with_one_that_works(value: object) -> None:
     sentence = refusal(extra={"cpu_gib": value})
     assert sentence == (
-        f"TIERED_KV_CPU_GIB={value} is not between 0 and 1,048,576 GiB: set TIERED_KV_CPU_GIB=4."
+        f"TIERED_KV_CPU_GIB={value} is not between 0 and 1,048,576 GiB. Set a value in this range, "
+        "for example TIERED_KV_CPU_GIB=4."
     )
 
 
 def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
-    assert "set TIERED_KV_CPU_GIB=4." in refusal(extra={"cpu_gib": 10**400})
+    assert "for example TIERED_KV_CPU_GIB=4." in refusal(extra={"cpu_gib": 10**400})
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.01, 50])
 def test_a_pin_fraction_is_between_0_and_1(value: float) -> None:
     sentence = refusal(extra={"pin_fraction": value})
     assert "is not between 0 and 1 (a fraction)" in sentence
-    assert sentence.endswith("set TIERED_KV_PIN_FRACTION=1.")
+    assert sentence.endswith("for example TIERED_KV_PIN_FRACTION=1.")
 
 
 @pytest.mark.parametrize("value", [3, True, ["trace.jsonl"]])
 def test_a_trace_that_is_no_path_is_refused(value: object) -> None:
     assert refusal(extra={"trace": value}).endswith(
-        "is not a path: set TIERED_KV_TRACE=trace.jsonl."
+        "is not a path. Set the path of a file, for example TIERED_KV_TRACE=trace.jsonl."
     )
 
 
@@ -150,7 +154,7 @@ def test_a_trace_is_a_file_in_a_folder_that_exists(tmp_path: Path) -> None:
     for wrong in (tmp_path, tmp_path / "missing" / "trace.jsonl"):
         sentence = refusal({"TIERED_KV_TRACE": str(wrong)})
         assert sentence.startswith(f"TIERED_KV_TRACE={wrong} cannot be written")
-        assert sentence.endswith("set a file in an existing folder.")
+        assert sentence.endswith("set the path of a file in an existing folder.")
 
 
 @pytest.mark.parametrize("value", ["", None])
@@ -185,8 +189,8 @@ def test_every_setting_that_is_on_or_off_can_be_turned_off_in_words(name: str) -
 
 def test_tracing_steps_requires_a_trace() -> None:
     sentence = refusal({"TIERED_KV_TRACE_STEPS": "1"})
-    assert (
-        sentence == "TIERED_KV_TRACE_STEPS=1 needs a trace file: set TIERED_KV_TRACE=trace.jsonl."
+    assert sentence == (
+        "TIERED_KV_TRACE_STEPS=1 needs a trace file: for example, TIERED_KV_TRACE=trace.jsonl."
     )
 
 
@@ -213,7 +217,8 @@ def test_sizes_are_for_the_engine_and_split_over_its_ranks() -> None:
 def test_a_fractional_number_of_threads_is_refused(value: object) -> None:
     sentence = refusal(extra={"io_threads": value})
     assert sentence == (
-        f"TIERED_KV_IO_THREADS={value} is not a whole number: set TIERED_KV_IO_THREADS=0."
+        f"TIERED_KV_IO_THREADS={value} is not a whole number. Set a whole number, for example "
+        "TIERED_KV_IO_THREADS=0."
     )
 
 
@@ -227,9 +232,10 @@ def test_a_cpu_tier_that_does_not_fit_is_refused_with_a_size_that_does() -> None
         check_cpu_size(config, 2, 2, 8 * GIB, GIB)
     sentence = str(caught.value)
     assert (
-        "2 of 2 ranks share a machine with 8.0 GiB of memory, 1.0 GiB of it available" in sentence
+        "2 of 2 ranks run on a machine with 8.0 GiB of memory, of which 1.0 GiB is available"
+        in sentence
     )
-    assert sentence.endswith("set at most 0.8.")
+    assert sentence.endswith("Set at most 0.8.")
     check_cpu_size(TierConfig(cpu_gib=0.8), 2, 2, 8 * GIB, GIB)
 
 
@@ -262,12 +268,12 @@ def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     for name, advice in {
-        "file": "is not a folder: set a folder, or a path that does not exist.",
-        "link": "is not a folder: set a folder, or a path that does not exist.",
-        "file/ssd": f"cannot be created: there is no folder {tmp_path}/file. Create that "
-        "folder, or set another path.",
-        "missing/ssd": f"cannot be created: there is no folder {tmp_path}/missing. Create that "
-        "folder, or set another path.",
+        "file": "is not a folder: set the path of a folder, which need not exist yet.",
+        "link": "is not a folder: set the path of a folder, which need not exist yet.",
+        "file/ssd": f"cannot be created, because the folder {tmp_path}/file does not exist: "
+        "create that folder, or set another path.",
+        "missing/ssd": f"cannot be created, because the folder {tmp_path}/missing does not "
+        "exist: create that folder, or set another path.",
         "n" * 300: "cannot be used (File name too long): set a folder that the server's user can "
         "access.",
     }.items():
@@ -304,8 +310,8 @@ def test_an_unknown_codec_is_refused(name: object) -> None:
 def test_a_level_that_a_codec_does_not_have_is_refused(level: int) -> None:
     said = refusal({"TIERED_KV_CODEC": f"zstd:{level}"})
     assert said == (
-        f"TIERED_KV_CODEC: zstd has no level {level}: set zstd:1 to zstd:22, or zstd for the "
-        "default level; or set auto."
+        f"TIERED_KV_CODEC: zstd has no level {level}: set a level from zstd:1 to zstd:22, or zstd "
+        "for its default level; or set auto."
     )
 
 
@@ -315,5 +321,5 @@ def test_jobs_are_held_under_the_default_policy_only() -> None:
     assert (
         load_config({"TIERED_KV_POLICY": "lru", "TIERED_KV_ADMISSION": "auto"}).admission == "off"
     )
-    with pytest.raises(ConfigError, match="set auto or off"):
+    with pytest.raises(ConfigError, match="set it to auto or off"):
         load_config({"TIERED_KV_ADMISSION": "yes"})

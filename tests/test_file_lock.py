@@ -107,6 +107,6 @@ def test_a_store_whose_lock_keeps_a_second_name_is_refused(
     before = {*OPEN.iterdir()}
     monkeypatch.setattr(os, "fstat", linked)
     monkeypatch.setattr(os.path, "samestat", lambda *_: True)
-    with pytest.raises(StoreBusyError, match="second hard link"):
+    with pytest.raises(StoreBusyError, match="other hard links"):
         StoreLock(tmp_path)
     assert {*OPEN.iterdir()} == before

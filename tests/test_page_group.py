@@ -32,7 +32,7 @@ def test_a_state_has_no_tokens_of_its_own() -> None:
 
 
 def test_sections_that_do_not_form_a_page_are_refused() -> None:
-    with pytest.raises(ValueError, match="sections of 1024 bytes do not add up to a page of 2048"):
+    with pytest.raises(ValueError, match="sections have 1024 bytes in total, but a page has 2048"):
         PageGroup(0, 384, LAYOUT, sections=(CONV, SSM))
 
 

@@ -164,9 +164,13 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         if key not in known:
             bare = key.lower().removeprefix(ENV_PREFIX.lower())
             close = difflib.get_close_matches(bare, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"valid are {', '.join(known)}."
+            hint = (
+                f"did you mean {close[0]}? If not, remove the setting."
+                if close
+                else f"remove it, or use one of {', '.join(known)}."
+            )
             name = ENV_PREFIX + bare.upper()
-            raise ConfigError(f"unknown setting {key!r} ({name}): {hint} Otherwise remove it.")
+            raise ConfigError(f"unknown setting {key!r} ({name}): {hint}")
     defaults = TierConfig()
     config = TierConfig(
         cpu_gib=_number(given, "cpu_gib", defaults.cpu_gib, 0, 1 << 20, "GiB"),
@@ -199,12 +203,13 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         config = replace(config, admission="off")
     if config.cpu_keep and config.cpu_path is None:
         raise ConfigError(
-            f"{ENV_PREFIX}CPU_KEEP=1 needs a memory folder: set "
+            f"{ENV_PREFIX}CPU_KEEP=1 needs a folder on tmpfs or hugetlbfs: for example, "
             f"{ENV_PREFIX}CPU_PATH=/dev/shm/tiered-kv."
         )
     if config.trace_steps and config.trace is None:
         raise ConfigError(
-            f"{ENV_PREFIX}TRACE_STEPS=1 needs a trace file: set {ENV_PREFIX}TRACE=trace.jsonl."
+            f"{ENV_PREFIX}TRACE_STEPS=1 needs a trace file: for example, "
+            f"{ENV_PREFIX}TRACE=trace.jsonl."
         )
     if config.tier_names and config.cpu_gib == 0:
         needs = "TIERS" if config.tiers else "REMOTE"
@@ -236,8 +241,8 @@ def check_cpu_size(
         fits = int(available_bytes * 0.8) * ranks / local_ranks / GIB
         raise ConfigError(
             f"{ENV_PREFIX}CPU_GIB={config.cpu_gib:g} does not fit: {local_ranks} of {ranks} ranks "
-            f"share a machine with {total_bytes / GIB:.1f} GiB of memory, "
-            f"{available_bytes / GIB:.1f} GiB of it available; set at most {fits:.1f}."
+            f"run on a machine with {total_bytes / GIB:.1f} GiB of memory, of which "
+            f"{available_bytes / GIB:.1f} GiB is available. Set at most {fits:.1f}."
         )
 
 
@@ -251,10 +256,13 @@ def _number(
             raise ValueError
         value = float(raw)
     except (ValueError, OverflowError):
-        raise ConfigError(f"{name}={raw!r} is not a number: set {name}={default:g}.") from None
+        raise ConfigError(
+            f"{name}={raw!r} is not a number. Set a number, for example {name}={default:g}."
+        ) from None
     if not low <= value <= high:
         raise ConfigError(
-            f"{name}={raw} is not between {low:,} and {high:,} {unit}: set {name}={default:g}."
+            f"{name}={raw} is not between {low:,} and {high:,} {unit}. Set a value in this range, "
+            f"for example {name}={default:g}."
         )
     return value
 
@@ -265,7 +273,10 @@ def _whole(
     value = _number(given, key, default, low, high, unit)
     if value != int(value):
         name = ENV_PREFIX + key.upper()
-        raise ConfigError(f"{name}={value:g} is not a whole number: set {name}={default}.")
+        raise ConfigError(
+            f"{name}={value:g} is not a whole number. Set a whole number, for example "
+            f"{name}={default}."
+        )
     return int(value)
 
 
@@ -282,7 +293,9 @@ def _name(given: Mapping[str, object], key: str, default: str) -> str:
     raw = given.get(key, default)
     if not isinstance(raw, str) or not raw:
         name = ENV_PREFIX + key.upper()
-        raise ConfigError(f"{name}={raw!r} is not a name: set {name}={default}.")
+        raise ConfigError(
+            f"{name}={raw!r} must be a non-empty string: for example, {name}={default}."
+        )
     return raw
 
 
@@ -290,7 +303,9 @@ def _names(given: Mapping[str, object], key: str) -> tuple[str, ...]:
     raw = given.get(key, "")
     if not isinstance(raw, str):
         name = ENV_PREFIX + key.upper()
-        raise ConfigError(f"{name}={raw!r} is not a list: separate names with commas.")
+        raise ConfigError(
+            f"{name}={raw!r} is not a string. Set a string of names that are separated by commas."
+        )
     return tuple(name.strip() for name in raw.split(",") if name.strip())
 
 
@@ -299,7 +314,9 @@ def _remote(given: Mapping[str, object], env: Mapping[str, str]) -> RemoteAddres
     if raw is None or raw == "":
         return None
     if not isinstance(raw, str):
-        raise ConfigError(f"{ENV_PREFIX}REMOTE is not an address: set {EXAMPLE}.")
+        raise ConfigError(
+            f"{ENV_PREFIX}REMOTE is not a string. Set an address, for example {EXAMPLE}."
+        )
     address = parse_address(raw)
     password, path = env.get(REMOTE_PASSWORD, ""), env.get(REMOTE_PASSWORD_FILE, "")
     if password and path:
@@ -311,8 +328,8 @@ def _remote(given: Mapping[str, object], env: Mapping[str, str]) -> RemoteAddres
             password = Path(path).read_text().rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{REMOTE_PASSWORD_FILE}={path} cannot be read ({error}): set a file that "
-                "contains only the password."
+                f"{REMOTE_PASSWORD_FILE}={path} cannot be read ({error}): set the path of a "
+                "readable text file that contains only the password."
             ) from error
     return address.with_password(password) if password else address
 
@@ -321,7 +338,7 @@ def _either(given: Mapping[str, object], key: str, choices: tuple[str, ...]) -> 
     raw = given.get(key, choices[0])
     if raw not in choices:
         name = ENV_PREFIX + key.upper()
-        raise ConfigError(f"{name}={raw!r} is not valid: set {' or '.join(choices)}.")
+        raise ConfigError(f"{name}={raw!r} is not valid: set it to {' or '.join(choices)}.")
     return str(raw)
 
 
@@ -332,7 +349,8 @@ def _codec(given: Mapping[str, object]) -> str:
         try:
             parse(name)
         except ConfigError as error:
-            raise ConfigError(f"{ENV_PREFIX}CODEC: {error}; or set auto.") from error
+            advice = str(error).removesuffix(".")
+            raise ConfigError(f"{ENV_PREFIX}CODEC: {advice}; or set auto.") from error
     return name
 
 
@@ -342,19 +360,19 @@ def _folder(given: Mapping[str, object], key: str) -> Path | None:
     if raw is None or raw == "":
         return None
     if not isinstance(raw, (str, Path)):
-        raise ConfigError(f"{name}={raw!r} is not a path: set {name}=/var/cache/tiered-kv.")
+        raise ConfigError(f"{name}={raw!r} is not a path. Set the path of a folder.")
     path = Path(raw).absolute()
     try:
         if path.is_dir():
             return path
         if path.exists() or path.is_symlink():
             raise ConfigError(
-                f"{name}={raw} is not a folder: set a folder, or a path that does not exist."
+                f"{name}={raw} is not a folder: set the path of a folder, which need not exist yet."
             )
         if not path.parent.is_dir():
             raise ConfigError(
-                f"{name}={raw} cannot be created: there is no folder {path.parent}. Create that "
-                "folder, or set another path."
+                f"{name}={raw} cannot be created, because the folder {path.parent} does not "
+                "exist: create that folder, or set another path."
             )
     except OSError as error:
         raise ConfigError(
@@ -370,8 +388,12 @@ def _path(given: Mapping[str, object], key: str) -> Path | None:
     if raw is None or raw == "":
         return None
     if not isinstance(raw, (str, Path)):
-        raise ConfigError(f"{name}={raw!r} is not a path: set {name}=trace.jsonl.")
+        raise ConfigError(
+            f"{name}={raw!r} is not a path. Set the path of a file, for example {name}=trace.jsonl."
+        )
     path = Path(raw)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"{name}={raw} cannot be written: set a file in an existing folder.")
+        raise ConfigError(
+            f"{name}={raw} cannot be written: set the path of a file in an existing folder."
+        )
     return path

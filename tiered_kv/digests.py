@@ -109,4 +109,9 @@ def _write_cache(cache: Path, entries: dict[str, list[object]]) -> None:
         cache.parent.mkdir(parents=True, exist_ok=True)
         os.close(replace_file(cache, json.dumps(entries).encode(), durable=False))
     except OSError as error:
-        logger.info("the digest cache %s cannot be written: %s", cache, error)
+        logger.info(
+            "the digest cache %s cannot be written, so its files are hashed again at the next "
+            "start: %s",
+            cache,
+            error,
+        )

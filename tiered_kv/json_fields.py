@@ -71,7 +71,7 @@ def read_json(text: str | bytes, *, finite: bool = True) -> Any:
             return json.loads(text)
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def parse(data: bytes) -> object:
@@ -82,14 +82,14 @@ def parse(data: bytes) -> object:
             a number that is not finite.
     """
     if len(data) > MOST_BYTES:
-        raise ValueError(f"it has {len(data)} bytes, more than the maximum of {MOST_BYTES}")
+        raise ValueError(f"the JSON has {len(data)} bytes, more than the maximum of {MOST_BYTES}")
     for mark, most, what in _BOUNDS:
         if data.count(mark) > most:
-            raise ValueError(f"it has more than {most} {what}")
+            raise ValueError(f"the JSON has more than {most} {what}")
     try:
         return _DECODER.decode(data.decode())
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def canonical(value: object) -> bytes:
@@ -101,7 +101,7 @@ def canonical(value: object) -> bytes:
     try:
         return _ENCODER.encode(value).encode("ascii")
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"it cannot be written as JSON: {error}") from None
+        raise ValueError(f"the value cannot be written as JSON: {error}") from None
 
 
 def plain(value: object, depth: int = MOST_DEPTH) -> Any:
@@ -114,7 +114,7 @@ def plain(value: object, depth: int = MOST_DEPTH) -> Any:
         ValueError: the value has more nesting levels than ``depth``.
     """
     if depth <= 0:
-        raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
+        raise ValueError(f"the value is nested deeper than {MOST_DEPTH} levels")
     if isinstance(value, Mapping):
         return {plain_text(str(name)): plain(one, depth - 1) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -138,19 +138,19 @@ def plain_text(value: str) -> str:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("an object has a duplicate name")
+        raise ValueError("a JSON object has a duplicate name")
     return found
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"{digits:.20} is outside the range of a float")
+        raise ValueError(f"the number {digits:.20} is outside the range of a float")
     return value
 
 
 def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word:.20} is not a JSON number")
+    raise ValueError(f"{word:.20} is not a number that JSON allows")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse)
@@ -221,7 +221,7 @@ def text(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
     """Check a text without surrogates, which could not be encoded."""
     found = string(value, least, most)
     if plain_text(found) != found:
-        raise ValueError("it has an incomplete character")
+        raise ValueError("the string has an incomplete character")
     return found
 
 
@@ -251,7 +251,7 @@ def _check_range(value: float, least: float, most: float) -> None:
 def _check_length(length: int, least: int, most: int, what: str) -> None:
     if not least <= length <= most:
         allowed = str(most) if least == most else f"{least} to {most}"
-        raise ValueError(f"it has {length} {what}, but {allowed} are allowed")
+        raise ValueError(f"the value has {length} {what}, but {allowed} are allowed")
 
 
 def flag(value: object) -> bool:
@@ -285,7 +285,7 @@ def settings(value: object) -> Mapping[str, Any]:
     """Check an object that ``plain`` would not change."""
     found = mapping(value)
     if plain(found) != found:
-        raise ValueError("it has numbers or characters that JSON does not allow")
+        raise ValueError("the value contains numbers or characters that JSON does not allow")
     return found
 
 
@@ -324,7 +324,7 @@ class Fields:
         """Remove a required field, and return what ``check`` returns for its value. Further
         arguments are passed to ``check`` as its limits."""
         if name not in self._left:
-            raise ValueError(f"it lacks {name}")
+            raise ValueError(f"missing field: {name}")
         try:
             return check(self._left.pop(name), *limits, **more)
         except ValueError as error:
@@ -333,7 +333,7 @@ class Fields:
     def done(self) -> None:
         """Raise ValueError if a field was not taken, because it would be ignored silently."""
         if self._left:
-            raise ValueError(f"it has an unknown field {_shown(next(iter(self._left)))}")
+            raise ValueError(f"unknown field {_shown(next(iter(self._left)))}")
 
 
 # -- dataclasses --------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def read(kind: type[Part], found: object) -> Part:
         ValueError: a field is missing, has another type or is negative; the message names it.
     """
     if not isinstance(found, dict):
-        raise ValueError("it is not an object")
+        raise ValueError(f"{_shown(found)} is not an object")
     known: Any = kind
     readers, values, name = _readers(known), dict[str, Any](), ""
     try:
@@ -439,7 +439,7 @@ def read(kind: type[Part], found: object) -> Part:
     except TypeError:
         lacks = [name for name, default in _defaults(known).items() if default is MISSING]
         missing = ", ".join(name for name in lacks if name not in values)
-        raise ValueError(f"it lacks {missing}") from None
+        raise ValueError(f"missing fields: {missing}") from None
 
 
 class _Field(NamedTuple):
@@ -550,7 +550,7 @@ class JsonObject:
         if isinstance(found, dict):
             for field, name in cls.renamed.items():
                 if name not in found:
-                    raise ValueError(f"it lacks {name}")
+                    raise ValueError(f"missing field: {name}")
                 found = {**found, field: found[name]}
             found = {**cls.unneeded, **found}
         return read(cls, found)

@@ -104,8 +104,8 @@ def page_layout(placements: Iterable[Placement], num_blocks: int) -> PageLayout:
             groups, rest = divmod(place.layer_stride, area)
             if rest:
                 raise ValueError(
-                    f"the layer stride {place.layer_stride} is not a multiple of the {area} "
-                    f"bytes of {num_blocks} blocks"
+                    f"the layer stride of {place.layer_stride} bytes is not a multiple of the "
+                    f"{area} bytes that {num_blocks} blocks take"
                 )
             nbytes = place.block_stride if place.used is None else place.used // groups
             region = Region(place.offset, place.layers * groups, area, place.block_stride, nbytes)
@@ -216,7 +216,7 @@ class PageGroup:
         nbytes = self.page_format.page_bytes
         if nbytes != self.page_bytes:
             raise ValueError(
-                f"sections of {nbytes} bytes do not add up to a page of {self.page_bytes} bytes"
+                f"the sections have {nbytes} bytes in total, but a page has {self.page_bytes} bytes"
             )
 
     @property

@@ -76,7 +76,7 @@ def read_own(path: Path, most: int) -> bytes:
     """
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         if os.fstat(file.fileno()).st_size > most:
-            raise ValueError(f"it is larger than {most} bytes")
+            raise ValueError(f"the file is larger than {most} bytes")
         return file.read()
 
 
@@ -110,7 +110,9 @@ def _owner_of_new_files(folder: Path) -> int | None:
 
 
 def _foreign(path: Path, owner: int) -> PermissionError:
-    return PermissionError(errno.EPERM, f"it belongs to another user ({owner})", str(path))
+    return PermissionError(
+        errno.EPERM, f"the path belongs to another user (uid {owner})", str(path)
+    )
 
 
 def write_all(fd: int, parts: Iterable[bytes | memoryview]) -> int:

@@ -104,7 +104,7 @@ class Tiers(JsonObject):
     def from_json(cls, found: object) -> Self:
         """Read the tiers from a list."""
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-            raise ValueError("it is not a list of objects")
+            raise ValueError("the value is not a list of objects")
         lower = [one for one in found if one.get("tier") not in ("vram", "cpu")]
         upper = {one["tier"]: one for one in found if one.get("tier") in ("vram", "cpu")}
         return read(cls, {**upper, "lower": lower})
@@ -360,7 +360,7 @@ class Cursor(JsonObject):
         """Read the cursor from a text."""
         matched = _CURSOR.fullmatch(found) if isinstance(found, str) else None
         if matched is None:
-            raise ValueError("it is not a position in a list of jobs")
+            raise ValueError("the value is not a position in a list of jobs")
         return cls(int(matched[1]), int(matched[2]))
 
 

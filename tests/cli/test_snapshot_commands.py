@@ -365,6 +365,6 @@ def test_the_token_is_sent(server: RouteServer, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_salt_that_is_not_printable_is_not_shown(server: RouteServer) -> None:
     server.work[FORKS] = lambda body: said({**FORKED, "cache_salt": "a\x1b[2Jb"})
-    assert "cache_salt has invalid characters" in sentence(
+    assert "cache_salt contains invalid characters" in sentence(
         "fork", server.url, "--job", "j", "--as", "k"
     )

@@ -164,7 +164,7 @@ def test_a_segment_of_another_store_is_bad(disk: Disk) -> None:
     folder = disk.fill(10)
     (folder / "00000001.seg").rename(folder / "00000007.seg")
     (bad,) = run_json("verify", disk.root, code=1)["bad_segments"]
-    assert bad["reason"] == "it belongs to another store"
+    assert bad["reason"] == "the segment belongs to another store"
     assert run_json("stat", disk.root)["unreadable_segments"] == 1
 
 

@@ -141,7 +141,7 @@ def test_invalid_lines_are_named_and_set_the_exit_code(path: Path) -> None:
         file.write('{"event": "turn", "t": 1.5}\n{"cut')
     result = run(path)
     assert result.exit_code == 1
-    assert "it lacks turn, request, arrived" in result.stderr
+    assert "missing fields: turn, request, arrived" in result.stderr
     assert result.stderr.count("not a record") == 1, "a last line that was cut off is none"
     found = json.loads(run(path, "--json").stdout)
     assert (found["turns"], found["bad_lines"]) == (6, 1)

@@ -220,11 +220,11 @@ def test_a_page_of_another_size_is_refused_by_every_method() -> None:
 
 
 def test_pages_with_a_partial_element_are_refused() -> None:
-    with pytest.raises(ValueError, match="set zstd for opaque pages"):
+    with pytest.raises(ValueError, match="use codec zstd"):
         CentredCodec(PageFormat(ElementType.OPAQUE, 1024, 16))
-    with pytest.raises(ValueError, match="1023 bytes are not a whole number of bf16 elements"):
+    with pytest.raises(ValueError, match="1023 bytes is not a whole number of bf16 elements"):
         CentredCodec(PageFormat(ElementType.BF16, 1023, 16))
-    with pytest.raises(ValueError, match="levels 1 to 22, not 23"):
+    with pytest.raises(ValueError, match="zstd level 23 is not between 1 and 22"):
         ZstdCodec(PageFormat(ElementType.BF16, 1024, 16), 23)
 
 

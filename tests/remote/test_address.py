@@ -101,11 +101,11 @@ def test_the_password_comes_from_the_environment_or_a_file(tmp_path: Path) -> No
         ),
         (
             {"TIERED_KV_REMOTE": "valkey://:a@kv", "TIERED_KV_REMOTE_PASSWORD": "p"},
-            "remove it from the address",
+            "Remove the one in TIERED_KV_REMOTE",
         ),
         (
             {"TIERED_KV_REMOTE": "file:///mnt/kv", "TIERED_KV_REMOTE_PASSWORD": "p"},
-            "a folder, which takes no password",
+            "a folder, which needs no password",
         ),
         ({"TIERED_KV_CPU_GIB": "0"}, "TIERED_KV_REMOTE needs CPU memory"),
         ({"TIERED_KV_TIERS": "remote"}, None),

@@ -135,7 +135,7 @@ def test_without_cpu_memory_there_is_no_such_tier(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_number_of_gpus(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not fit on 1 h100-80: use 3 or more"):
+    with pytest.raises(ConfigError, match="the memory of 1 x h100-80: use 3 or more GPUs"):
         planned(tmp_path, QWEN3_NEXT_80B)
     assert planned(tmp_path, QWEN3_NEXT_80B, ranks=4).tiers[0].contexts > 1
 

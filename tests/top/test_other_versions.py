@@ -156,9 +156,9 @@ def test_an_invalid_answer_is_reported_in_one_sentence(text: str) -> None:
 def test_the_message_names_the_field() -> None:
     kv = {"where": "vram", "pinned_blocks": 1, "until": None}
     for kind, said, words in (
-        (JobKv, kv, "it lacks back_at"),
+        (JobKv, kv, "missing fields: back_at"),
         (JobKv, {**kv, "back_at": "soon"}, "back_at: 'soon' is not a number"),
-        (JobDecision, {"tier": "pin", "ttl_s": 1.0}, "it lacks class"),
+        (JobDecision, {"tier": "pin", "ttl_s": 1.0}, "missing field: class"),
     ):
         with pytest.raises(RouteError) as caught:
             read_answer(kind, said)

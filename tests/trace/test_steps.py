@@ -58,7 +58,7 @@ def test_unknown_fields_of_later_versions_are_ignored_in_steps() -> None:
 
 
 def test_a_step_without_a_time_is_not_a_record() -> None:
-    with pytest.raises(ValueError, match="it lacks at"):
+    with pytest.raises(ValueError, match="missing fields: at"):
         StepRecord.from_json({"step": 1})
 
 

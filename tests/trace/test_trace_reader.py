@@ -81,8 +81,8 @@ def test_invalid_lines_are_counted_and_the_first_are_reported(path: Path) -> Non
     assert len(reader.bad) == MOST_NAMED
     said = [str(one) for one in reader.bad[:5]]
     assert said[0] == f"{path}, line 1: it is not JSON"
-    assert said[3] == f"{path}, line 4: it lacks turn, request, arrived"
-    assert said[4] == f"{path}, line 5: it is not an object"
+    assert said[3] == f"{path}, line 4: missing fields: turn, request, arrived"
+    assert said[4] == f"{path}, line 5: 7 is not an object"
 
 
 def test_a_missing_trace_is_an_error(path: Path) -> None:

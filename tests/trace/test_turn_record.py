@@ -90,9 +90,9 @@ def test_fields_of_later_versions_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("[]", "it is not an object"),
-        ("{}", "it lacks turn, request, arrived"),
-        ('{"turn": 1, "request": "r"}', "it lacks arrived"),
+        ("[]", "a list is not an object"),
+        ("{}", "missing fields: turn, request, arrived"),
+        ('{"turn": 1, "request": "r"}', "missing fields: arrived"),
         ('{"turn": "1"}', "turn: '1' is not a whole number"),
         ('{"turn": true}', "turn: True is not a whole number"),
         ('{"arrived": NaN}', "arrived: nan is above"),

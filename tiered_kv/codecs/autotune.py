@@ -98,7 +98,8 @@ def pick(
     """
     if not measured or cores < 1 or disk_read_mbs <= 0 or disk_write_mbs <= 0:
         raise ValueError(
-            "choosing a codec needs candidates, a disk speed above 0 and at least one core"
+            "choosing a codec needs at least one measured codec, disk speeds above 0 and at least "
+            "one core"
         )
 
     def restore_s(candidate: Measured) -> float:
@@ -109,11 +110,10 @@ def pick(
     best = min(good, key=lambda one: (one.stored_bytes, restore_s(one)))
     raw_bytes = best.codec.page_format.page_bytes
     save_s = max(best.stored_bytes / (disk_write_mbs * 1e6), best.encode_s / cores)
-    restores = ", ".join(f"{one.codec.name} {restore_s(one) * 1e3:.3g}" for one in measured)
+    restores = ", ".join(f"{restore_s(one) * 1e3:.3g} ms with {one.codec.name}" for one in measured)
     reason = (
         f"codec {best.codec.name}: restoring a page of {raw_bytes >> 10} KiB takes "
-        f"({restores}) ms with {count(cores, 'core')} and a disk that reads "
-        f"{disk_read_mbs:.0f} MB/s; "
+        f"{restores}, on {count(cores, 'core')} and a disk that reads {disk_read_mbs:.0f} MB/s; "
         f"pages shrink by a factor of {raw_bytes / best.stored_bytes:.2f} and are saved at "
         f"{raw_bytes / save_s / 1e6:.0f} MB/s"
     )

@@ -91,8 +91,8 @@ class PageFormat:
         nbytes = sum(section.nbytes for section in sections)
         if (found, nbytes) != (self.element, self.page_bytes):
             raise ValueError(
-                f"sections of {nbytes} bytes of {found.value} do not add up to a page of "
-                f"{self.page_bytes} bytes of {self.element.value}"
+                f"the sections have {nbytes} bytes of type {found.value}, but the page has "
+                f"{self.page_bytes} bytes of type {self.element.value}"
             )
         object.__setattr__(self, "sections", sections)
 
@@ -260,5 +260,5 @@ def refuse_table(codec_id: int, table: bytes) -> None:
     """
     if table:
         raise CodecError(
-            f"codec {codec_id} has no table, but a table of {len(table)} bytes was passed"
+            f"codec {codec_id} has no table, but a table of {len(table)} bytes is stored for it"
         )

@@ -65,12 +65,13 @@ def symbol_count(page_format: PageFormat) -> int:
     """
     if page_format.element not in ELEMENTS:
         raise ValueError(
-            "codec centred needs the element type of a page: set zstd for opaque pages"
+            "codec centred does not support opaque pages, whose element type is unknown: use codec "
+            "zstd"
         )
     count, left = divmod(page_format.page_bytes, ELEMENT_BYTES[page_format.element])
     if left:
         raise ValueError(
-            f"{page_format.page_bytes} bytes are not a whole number of "
+            f"a page of {page_format.page_bytes} bytes is not a whole number of "
             f"{page_format.element.value} elements"
         )
     return count
@@ -202,7 +203,7 @@ class Layout:
                 format.
         """
         if len(table) < HEADER.size + 4 or table[:4] != MAGIC:
-            raise CodecError("not a table of centres")
+            raise CodecError("the data is not a table of centres")
         if struct.unpack("<I", table[-4:])[0] != zlib.crc32(table[:-4]):
             raise CodecError("the table of centres is damaged")
         _, version, element, zero, tokens, size, stripe, channels = HEADER.unpack_from(table)
@@ -213,18 +214,26 @@ class Layout:
             )
         of = (ELEMENTS[element] if element < len(ELEMENTS) else None, size, tokens)
         if of != (page_format.element, page_format.page_bytes, page_format.tokens):
-            raise CodecError(f"the table of centres is for pages other than {page_format}")
+            raise CodecError(
+                f"the table of centres does not belong to pages of format {page_format}"
+            )
         if not channels or channels != channel_count(page_format) or not stripe:
-            raise CodecError(f"the table has {channels} centres, which do not match {page_format}")
+            raise CodecError(
+                f"the table has {channels} centres in stripes of {stripe}, which does not match "
+                f"pages of format {page_format}"
+            )
         stripes, left = divmod(channels, stripe)
         if left or len(table) != HEADER.size + 4 * stripes + channels + 4:
             raise CodecError(
-                f"the table of {len(table)} bytes does not fit {channels} centres in stripes of "
-                f"{stripe}"
+                f"the table of centres has {len(table)} bytes, which does not match {channels} "
+                f"centres in stripes of {stripe}"
             )
         inners = np.frombuffer(table, "<u4", stripes, HEADER.size).astype(np.int64)
         if not inners.all() or (stripe % inners).any():
-            raise CodecError(f"the table's inner sizes do not divide stripes of {stripe} channels")
+            raise CodecError(
+                f"an inner size in the table of centres does not divide a stripe of {stripe} "
+                "channels"
+            )
         centres = np.frombuffer(table, np.uint8, channels, HEADER.size + 4 * stripes)
         return Layout(stripe, inners, centres)
 

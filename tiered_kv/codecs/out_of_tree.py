@@ -68,7 +68,7 @@ def split_table(table: bytes) -> tuple[str, bytes]:
     try:
         name = table[2:end].decode()
     except UnicodeDecodeError as error:
-        raise CodecError("the name of the codec is damaged") from error
+        raise CodecError("the codec's name in the table is damaged") from error
     if not name or len(table) < end:
-        raise CodecError("the table lacks the name of its codec")
+        raise CodecError("the table does not start with the name of its codec")
     return name, table[end:]

@@ -33,7 +33,8 @@ class RawCodec:
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
         if encoded.plane.nbytes != out.nbytes or encoded.frame.nbytes:
             raise CodecError(
-                f"the raw page has {encoded.plane.nbytes} bytes instead of {out.nbytes}"
+                f"the raw page has {encoded.plane.nbytes} raw and {encoded.frame.nbytes} "
+                f"compressed bytes instead of {out.nbytes} and 0"
             )
         out[:] = encoded.plane
 

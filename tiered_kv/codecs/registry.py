@@ -92,8 +92,8 @@ def parse(name: str) -> CodecMaker:
     level = int(rest)
     if level not in kind.levels:
         raise ConfigError(
-            f"{head} has no level {level}: set {head}:{kind.levels[0]} to "
-            f"{head}:{kind.levels[-1]}, or {head} for the default level"
+            f"{head} has no level {level}: set a level from {head}:{kind.levels[0]} to "
+            f"{head}:{kind.levels[-1]}, or {head} for its default level"
         )
     return lambda page_format: at_level(page_format, level)
 
@@ -131,13 +131,15 @@ def from_table(codec_id: int, table: bytes, page_format: PageFormat, trusted: st
     for cls in (cls for kind in CODECS.values() for cls in kind.classes):
         if cls.codec_id == codec_id:
             return cls.from_table(page_format, table)
-    raise CodecError(f"unknown codec {codec_id}")
+    raise CodecError(f"codec {codec_id} is unknown")
 
 
 def _stored_out_of_tree(table: bytes, page_format: PageFormat, trusted: str) -> Codec:
     name, own_table = split_table(table)
     if name != trusted:
-        raise UnknownCodecError(f"its pages need TIERED_KV_CODEC={name}")
+        raise UnknownCodecError(
+            f"the pages can be read only by an engine with TIERED_KV_CODEC={name}"
+        )
     try:
         cls = _load(name)
     except ConfigError as error:

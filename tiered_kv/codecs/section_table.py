@@ -80,7 +80,7 @@ class SectionTable:
             CodecError: the table is damaged, has another version, or describes an impossible page.
         """
         if len(table) < HEADER.size + 4 or table[:4] != MAGIC:
-            raise CodecError("not a table of sections")
+            raise CodecError("the data is not a table of sections")
         body = table[:-4]
         if struct.unpack("<I", table[-4:])[0] != zlib.crc32(body):
             raise CodecError("the table of sections is damaged")
@@ -98,13 +98,15 @@ class SectionTable:
         sections: list[Section] = []
         for element, part, nbytes in SECTION.iter_unpack(body[HEADER.size : parts_at]):
             if element >= len(ELEMENTS) or part >= part_count:
-                raise CodecError(f"a section has an unknown type or part: {element}, {part}")
+                raise CodecError(
+                    f"a section in the table has an unknown type ({element}) or part ({part})"
+                )
             members[part].append(len(sections))
             sections.append(Section(ELEMENTS[element], nbytes))
         page_format = _format(sections, tokens, page_bytes)
         for numbers in members:
             if len({sections[number].element for number in numbers}) != 1:
-                raise CodecError("the sections of a part have different types")
+                raise CodecError("a part has no sections, or sections of different types")
         stored = PART.iter_unpack(body[parts_at:tables_at])
         parts, end = [], tables_at
         for numbers, (codec_id, nbytes) in zip(members, stored, strict=True):
@@ -112,7 +114,7 @@ class SectionTable:
             end += nbytes
         if end != len(body):
             raise CodecError(
-                f"the tables of the parts end at {end} in a table of {len(table)} bytes"
+                f"the tables of the parts end at byte {end} instead of byte {len(body)}"
             )
         return SectionTable(page_format, parts)
 
@@ -125,7 +127,11 @@ def _format(sections: Sequence[Section], tokens: int, page_bytes: int) -> PageFo
     """
     found = PageFormat.of(sections, tokens) if sections else None
     if found is None or found.sections != tuple(sections):
-        raise CodecError("the table divides its sections incorrectly")
+        raise CodecError(
+            "the table has no sections, an empty section, or adjacent sections of the same type"
+        )
     if found.page_bytes != page_bytes:
-        raise CodecError(f"the sections have {found.page_bytes} bytes, but pages have {page_bytes}")
+        raise CodecError(
+            f"the sections have {found.page_bytes} bytes in total, but a page has {page_bytes}"
+        )
     return found

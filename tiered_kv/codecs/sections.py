@@ -66,7 +66,9 @@ class SectionsCodec:
         """
         told = SectionTable.read(table)
         if page_format not in (told.page_format, told.page_format.outline):
-            raise CodecError(f"the table of sections is for pages other than {page_format}")
+            raise CodecError(
+                f"the table of sections does not belong to pages of format {page_format}"
+            )
         codecs = tuple(
             _stored_codec(part_format(told.page_format, part.sections), part) for part in told.parts
         )
@@ -145,7 +147,7 @@ class SectionsCodec:
         """
         plane, frame = 0, SIZES.size * len(self.parts)
         if encoded.frame.nbytes < frame:
-            raise CodecError("the page lacks the sizes of its sections")
+            raise CodecError("the page is too short to contain the sizes of its parts")
         parts = []
         for planes, frames in SIZES.iter_unpack(encoded.frame[:frame].data):
             parts.append(
@@ -221,7 +223,7 @@ def _stored_codec(part: PageFormat, stored: StoredPart) -> PartCodec:
     for cls in (CentredCodec, ZstdCodec):
         if cls.codec_id == stored.codec_id:
             return cls.from_table(part, stored.table)
-    raise CodecError(f"codec {stored.codec_id} cannot encode sections")
+    raise CodecError(f"codec {stored.codec_id} does not support parts of a page")
 
 
 _scratch = Scratch()

@@ -167,7 +167,9 @@ def _frames(frame: Bytes) -> tuple[int, list[Bytes]]:
         frames.append(frame[at : at + nbytes])
         at += nbytes
     if at != frame.nbytes:
-        raise CodecError(f"the planes end at {at} in a frame of {frame.nbytes} bytes")
+        raise CodecError(
+            f"the planes of an fp32 frame end at byte {at}, but the frame has {frame.nbytes} bytes"
+        )
     return chosen, frames
 
 

@@ -148,13 +148,15 @@ def decompress(frame: Bytes, out: Bytes) -> None:
     try:
         size = zstandard.get_frame_parameters(frame.data).content_size
         if size != out.nbytes:
-            raise CodecError(f"the zstd frame holds {size} bytes instead of {out.nbytes}")
+            raise CodecError(
+                f"the header of the zstd frame specifies {size} bytes instead of {out.nbytes}"
+            )
         # Directly into ``out``: zstd sees that the whole frame fits, and allocates no window.
         filled = _contexts.decompressor.stream_reader(frame.data).readinto(out)
     except zstandard.ZstdError as error:
         raise CodecError(f"the zstd frame is damaged: {error}") from error
     if filled != out.nbytes:
-        raise CodecError(f"the zstd frame ends after {filled} of {out.nbytes} bytes")
+        raise CodecError(f"the zstd frame ends after {filled} of {out.nbytes} decompressed bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ class ZstdCodec:
 
     def __post_init__(self) -> None:
         if not 1 <= self.level <= MAX_LEVEL:
-            raise ValueError(f"zstd has levels 1 to {MAX_LEVEL}, not {self.level}")
+            raise ValueError(f"zstd level {self.level} is not between 1 and {MAX_LEVEL}")
 
     @classmethod
     def from_table(cls, page_format: PageFormat, table: bytes) -> ZstdCodec:

@@ -67,9 +67,9 @@ def base_of(url: str) -> str:
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
     except ValueError as error:
-        raise UnreachableError(f"not an address: {error}") from error
+        raise UnreachableError(f"the text is not an address: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UnreachableError("not an HTTP address")
+        raise UnreachableError("the address is not an HTTP address")
     return f"{parts.scheme}://{parts.netloc}"
 
 
@@ -181,7 +181,7 @@ def _samples(page: str) -> list[Sample]:
         by_line = map(_parsed, page.split("\n"))
         found = [sample for samples in by_line if samples is not None for sample in samples]
         if not found:
-            raise UnreachableError("not a Prometheus page: no line has a metric")
+            raise UnreachableError("the answer is not a Prometheus page: no line contains a metric")
     return [sample for sample in found if math.isfinite(sample.value)]
 
 

@@ -124,7 +124,7 @@ class ColdPages:
         """
         bundle = self._bundles.get(first_slot)
         if bundle is None or bundle.state is COMPRESSED:
-            raise ValueError("a bundle was reported that was not being packed")
+            raise ValueError("a report arrived for a bundle that is not being compressed")
         if not kept or not bundle.keys:
             return tuple(bundle.keys), self.drop(bundle)
         bundle.state = COMPRESSED
@@ -150,7 +150,7 @@ class ColdPages:
         """
         bundle = self._bundles.get(cold_place(place))
         if bundle is None or not bundle.readers:
-            raise ValueError("a cold page was released that was not acquired")
+            raise ValueError("a cold page was released without being acquired")
         bundle.readers -= 1
         return [] if bundle.keys or bundle.readers else self.drop(bundle)
 

@@ -174,7 +174,7 @@ class PageIndex:
             ValueError: the index has pages.
         """
         if len(self._free) < self.num_slots:
-            raise ValueError("slots are in use")
+            raise ValueError("the pool cannot be limited while its slots are in use")
         self.num_slots = min(self.num_slots, num_slots)
         self._free = list(range(self.num_slots - 1, -1, -1))
 
@@ -312,7 +312,7 @@ class PageIndex:
             self._reading += 1
             return slot
         if (place := self.cold.acquire(key)) is None:
-            raise KeyError(f"a page that is {self.state(key).value} cannot be read")
+            raise KeyError(f"the page cannot be read, because its state is {self.state(key).value}")
         return place
 
     def release(self, key: PageKey, place: int, *, used: bool = True) -> None:

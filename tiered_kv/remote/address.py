@@ -80,12 +80,14 @@ class RemoteAddress:
         """
         if self.folder is not None:
             raise ConfigError(
-                "TIERED_KV_REMOTE is a folder, which takes no password: unset the password."
+                "TIERED_KV_REMOTE is a folder, which needs no password: unset "
+                "TIERED_KV_REMOTE_PASSWORD and TIERED_KV_REMOTE_PASSWORD_FILE."
             )
         if self.password:
             raise ConfigError(
-                "TIERED_KV_REMOTE has a password, and so does TIERED_KV_REMOTE_PASSWORD or its "
-                "file: remove it from the address, which other users may see."
+                "The password is set twice: in TIERED_KV_REMOTE, and in TIERED_KV_REMOTE_PASSWORD "
+                "or its file. Remove the one in TIERED_KV_REMOTE, which other users may be able to "
+                "see."
             )
         return replace(self, password=password)
 
@@ -101,7 +103,7 @@ def parse_address(text: str) -> RemoteAddress:
     scheme, separator, rest = text.partition("://")
     if not separator or scheme not in SCHEMES:
         raise ConfigError(
-            f"TIERED_KV_REMOTE must start with {', '.join(f'{one}://' for one in SCHEMES)}: "
+            f"TIERED_KV_REMOTE must start with one of {', '.join(f'{one}://' for one in SCHEMES)}: "
             f"for example, {EXAMPLE} or {FOLDER_EXAMPLE}."
         )
     if scheme == "file":
@@ -110,7 +112,7 @@ def parse_address(text: str) -> RemoteAddress:
     user, _, password = login.partition(":")
     servers = tuple(_server(host) for host in hosts.rstrip("/").split(","))
     if len(set(servers)) < len(servers):
-        raise ConfigError("TIERED_KV_REMOTE names a server twice: remove one.")
+        raise ConfigError("TIERED_KV_REMOTE lists the same server twice: remove the duplicate.")
     return RemoteAddress(scheme, servers, unquote(user), unquote(password) if at else "")
 
 
@@ -127,10 +129,12 @@ def _folder(text: str) -> RemoteAddress:
     folder = Path(unquote(split.path))
     odd = split.netloc or split.fragment or options or "\0" in str(folder)
     if odd or len(folder.parts) < 2:
-        raise ConfigError(f"TIERED_KV_REMOTE is not a valid folder: for example, {FOLDER_EXAMPLE}.")
+        raise ConfigError(
+            f"TIERED_KV_REMOTE is not a valid folder address: write it as {FOLDER_EXAMPLE}."
+        )
     if not LEAST_GIB <= gib <= 1 << 20:
         raise ConfigError(
-            f"TIERED_KV_REMOTE has a size that is not between {LEAST_GIB:g} and 1048576 GiB: "
+            f"The size in TIERED_KV_REMOTE must be between {LEAST_GIB:g} and 1048576 GiB: "
             f"for example, {FOLDER_EXAMPLE}."
         )
     return RemoteAddress("file", (), folder=folder, gib=gib)
@@ -144,8 +148,8 @@ def _server(text: str) -> Server:
         host, port, split = None, None, urlsplit("//")
     if not host or split.path or split.query or split.fragment or port == 0:
         raise ConfigError(
-            f"TIERED_KV_REMOTE has a server without a host or with an invalid port: "
-            f"for example, {EXAMPLE}; separate several servers with commas."
+            f"TIERED_KV_REMOTE contains a server without a host, with an invalid port or with a "
+            f"path: write it as {EXAMPLE}, and separate several servers with commas."
         )
     return Server(host, port or DEFAULT_PORT)
 

@@ -116,7 +116,7 @@ def open_record(value: memoryview, key: bytes, page_format: PageFormat) -> PageR
     if xxhash.xxh3_128_digest(bytes(value[: _FIXED.size]) + key) != told:
         raise RecordError("the header of the record is damaged")
     if (page_bytes, tokens) != (page_format.page_bytes, page_format.tokens):
-        raise RecordError("the page has another format")
+        raise RecordError("the page has another format than expected")
     if xxhash.xxh3_128_digest(value[header:]) != digest:
         raise RecordError("the page is damaged")
     payload = np.frombuffer(value[header:], np.uint8)

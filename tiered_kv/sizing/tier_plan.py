@@ -123,7 +123,7 @@ def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
         cpu_gib = float(needed) if setup.jobs else default_cpu_gib
     if setup.ssd_gib > 0 and cpu_gib == 0:
         raise ConfigError(
-            "Pages on SSD pass through CPU memory: set CPU memory above 0, or use no SSD."
+            "Pages on SSD pass through CPU memory: set --cpu-gib above 0, or leave out --ssd-gib."
         )
 
     def tier(name: str, nbytes: float, each: float, restore_s: float) -> TierPlan:
@@ -164,10 +164,10 @@ def _pool_bytes(shape: ModelShape, setup: Setup) -> float:
     left = shape.ranks * of_rank - shape.weights.nbytes
     if left <= 0:
         needed = math.ceil(shape.weights.nbytes / of_rank) if of_rank > 0 else 0
-        more = f": use {needed} or more" if needed else ""
+        more = f": use {needed} or more GPUs" if needed else ""
         raise ConfigError(
             f"{shape.architecture} with {shape.weights.nbytes / GIB:.1f} GiB of weights does "
-            f"not fit on {shape.ranks} {setup.gpu}{more}."
+            f"not fit into the memory of {shape.ranks} x {setup.gpu}{more}."
         )
     return left
 

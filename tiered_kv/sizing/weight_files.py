@@ -84,13 +84,13 @@ def _tensors(file: Path, element: int | None) -> Iterator[float]:
         length = int.from_bytes(opened.read(8), "little")
         room = file.stat().st_size - 8 - length
         if length > _MAX_HEADER or room < 0:
-            raise ValueError("the file has no safetensors header")
+            raise ValueError("the file does not contain a complete safetensors header")
         header = read_json(opened.read(length))
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
         begin, end = tensor["data_offsets"]
         if end > room:
-            raise ValueError("the file is incomplete")
+            raise ValueError("the file ends before the tensors that its header lists")
         of_file = _FLOATS.get(tensor["dtype"])
         yield (end - begin) * (element / of_file if element and of_file else 1.0)

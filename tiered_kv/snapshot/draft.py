@@ -91,7 +91,7 @@ class Making:
                     self.fd = fd
                     return
         raise OSError(
-            errno.EBUSY, "another process removes files that are created there", str(parent)
+            errno.EBUSY, "another process keeps removing new files from the folder", str(parent)
         )
 
     def publish(self, path: Path) -> None:
@@ -281,7 +281,8 @@ class SnapshotDraft:
         if found != set(range(ranks)):
             missing = sorted(set(range(ranks)) - found)
             raise SnapshotError(
-                f"rank {missing[0]} has not finished its pages: all {ranks} ranks must finish"
+                f"rank {missing[0]} has not finished writing its pages: all {ranks} ranks must "
+                "finish"
                 if missing
                 else f"rank {max(found)} has written pages, but there are only {ranks} ranks"
             )
@@ -289,13 +290,13 @@ class SnapshotDraft:
 
     def _part(self, rank: int) -> Part:
         with opened(part_path(self.folder, rank)) as fd:
-            data = read_whole(fd, MOST_BYTES, f"the part of rank {rank}")
+            data = read_whole(fd, MOST_BYTES, f"the part file of rank {rank}")
         try:
             part = Part.load(data)
         except (ValueError, TypeError) as error:
-            raise SnapshotError(f"the part of rank {rank} is damaged: {error}") from error
+            raise SnapshotError(f"the part file of rank {rank} is damaged: {error}") from error
         if part.rank != rank:
-            raise SnapshotError(f"the part of rank {rank} belongs to rank {part.rank}")
+            raise SnapshotError(f"the part file of rank {rank} was written by rank {part.rank}")
         return part
 
     def _keep_only(self, files: dict[str, StoredPage]) -> None:
@@ -312,7 +313,10 @@ class SnapshotDraft:
                 os.unlink(entry.path)  # noqa: PTH108
         for digest, file in files.items():
             if found.get(digest) != file.nbytes:
-                raise SnapshotError(f"page {digest} differs from what its rank wrote")
+                raise SnapshotError(
+                    f"the file of page {digest} is missing, or has another size than when it was "
+                    "written"
+                )
         for entry in os.scandir(self.folder):
             if entry.name not in (PAGES, LOCK):
                 os.unlink(entry.path)  # noqa: PTH108
@@ -333,7 +337,7 @@ def _files_of(parts: Iterable[Part]) -> dict[str, StoredPage]:
         for digest, file in part.files.items():
             known = files.setdefault(digest, file)
             if known.nbytes != file.nbytes:
-                raise SnapshotError(f"the ranks have different files of page {digest}")
+                raise SnapshotError(f"two ranks wrote files of different sizes for page {digest}")
             if known.origin is Origin.BESIDE:  # the other rank knows the file's origin
                 files[digest] = file
     return files

@@ -166,7 +166,9 @@ def load(data: bytes) -> Manifest:
     try:
         return _read(data)
     except ValueError as error:
-        raise SnapshotError(f"the manifest is unusable: {error}; copy the snapshot again") from None
+        raise SnapshotError(
+            f"the manifest is unusable ({error}): copy the snapshot again"
+        ) from None
 
 
 def is_sha256(digest: object) -> bool:
@@ -217,7 +219,7 @@ def _rows(pages: Iterable[SnapshotPage], ranks: int) -> Iterator[list[object]]:
         key, digests = rows.setdefault((page.group, page.block), (page.key, {}))
         where = f"block {page.block} of group {page.group}"
         if page.rank in digests:
-            raise ValueError(f"rank {page.rank} has {where} twice")
+            raise ValueError(f"rank {page.rank} lists {where} twice")
         if page.key != key:
             raise ValueError(f"the ranks have different keys for {where}")
         digests[page.rank] = page.sha256
@@ -234,20 +236,20 @@ def _rows(pages: Iterable[SnapshotPage], ranks: int) -> Iterator[list[object]]:
 
 def _read(data: bytes) -> Manifest:
     if not data.isascii():
-        raise ValueError("it has bytes that are not ASCII")
+        raise ValueError("some bytes are not ASCII")
     found = mapping(parse(data))
     given = Fields(found)
     given.take("format", exactly, FORMAT)
     version = given.take("version", whole)
     if version != VERSION:
         raise SnapshotError(
-            f"the snapshot has version {version!r:.40}, and this tiered-kv reads version "
-            f"{VERSION}: use a release that reads version {version!r:.40}"
+            f"the snapshot has version {version!r:.40}, but this tiered-kv reads only "
+            f"version {VERSION}: use a tiered-kv release that reads version {version!r:.40}"
         )
     digest = given.take("sha256", text)
     rest = {name: value for name, value in found.items() if name != "sha256"}
     if sha256(canonical(rest)).hexdigest() != digest:
-        raise ValueError("it is damaged")
+        raise ValueError("the data does not match its digest, so it is damaged")
     ranks = given.take("ranks", whole, 1, MOST_RANKS)
     groups = given.take("groups", _groups)
     token_ids = given.take("token_ids", _token_ids)
@@ -305,7 +307,7 @@ def _group(found: object) -> SnapshotGroup:
         or page_format.sections != sections
         or (page_format.element.value, page_format.page_bytes) != told
     ):
-        raise ValueError("the sections do not match the page")
+        raise ValueError("the sections do not match the page's element type and size")
     fingerprint = given.take("fingerprint", settings)
     given.done()
     return SnapshotGroup(index, block_size, page_format, fingerprint)
@@ -327,9 +329,9 @@ def _token_ids(found: object) -> tuple[int, ...]:
     tokens = items(found)
     if tokens:
         if set(map(type, tokens)) != {int}:
-            raise ValueError("a token is not a whole number")
+            raise ValueError("a token id is not a whole number")
         if min(tokens) < 0 or max(tokens) > MOST_TOKEN:
-            raise ValueError(f"a token is not between 0 and {MOST_TOKEN}")
+            raise ValueError(f"a token id is not between 0 and {MOST_TOKEN}")
     return tuple(tokens)
 
 
@@ -341,15 +343,15 @@ def _pages(
     for row in items(found):
         group, block, key, digests = items(row, 4, 4)
         if not whole(group) < len(groups):
-            raise ValueError(f"group {group} has no pages")
+            raise ValueError(f"a page belongs to group {group}, which does not exist")
         if not whole(block) < blocks[group]:
-            raise ValueError(f"block {block} of group {group} has no KV")
+            raise ValueError(f"block {block} of group {group} is listed, but has no KV")
         if not isinstance(key, str) or _KEY.fullmatch(key) is None:
-            raise ValueError("the key of a page is not hexadecimal")
+            raise ValueError("the key of a page is not a valid hexadecimal string")
         if not all(map(is_sha256, items(digests, ranks, ranks))):
-            raise ValueError("a digest is not a SHA-256 digest")
+            raise ValueError("the digest of a page is not a SHA-256 digest")
         if (group, block) <= before:
-            raise ValueError("the pages have duplicates or are out of order")
+            raise ValueError("the list of pages has duplicates or is out of order")
         before = (group, block)
         pages += (
             SnapshotPage(group, block, rank, digest, key) for rank, digest in enumerate(digests)

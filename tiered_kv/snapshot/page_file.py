@@ -96,7 +96,7 @@ def decode_page(data: Bytes | bytes | memoryview, page_format: PageFormat, out: 
     stored = np.frombuffer(data, np.uint8)
     if out.nbytes != page_format.page_bytes:
         raise ValueError(
-            f"the target has {out.nbytes} bytes, but pages have {page_format.page_bytes}"
+            f"the output buffer has {out.nbytes} bytes, but a page has {page_format.page_bytes}"
         )
     codec_id, stored_format, table, encoded = _parse(stored)
     if stored_format.page_bytes != out.nbytes:
@@ -115,24 +115,24 @@ def _parse(stored: Bytes) -> tuple[int, PageFormat, bytes, EncodedPage]:
         SnapshotError: the header is missing, or the file's length does not match it.
     """
     if stored.nbytes < HEADER.size:
-        raise SnapshotError("a page is truncated in its header")
+        raise SnapshotError("a page file is truncated within its header")
     magic, version, codec, element, tokens, size, table, plane, frame = HEADER.unpack_from(
         stored.data
     )
     if magic != MAGIC:
-        raise SnapshotError("a page lacks its magic number")
+        raise SnapshotError("a page file does not start with the magic number")
     if version != VERSION:
         raise SnapshotError(
-            f"a page has version {version}, but only version {VERSION} is supported"
+            f"a page file has version {version}, but only version {VERSION} is supported"
         )
     if element >= len(ELEMENTS):
-        raise SnapshotError(f"a page has elements of unknown type {element}")
+        raise SnapshotError(f"a page file has elements of the unknown type {element}")
     if table > MOST_TABLE_BYTES:
-        raise SnapshotError(f"a page has a table of {table} bytes, which is too large")
+        raise SnapshotError(f"a page file has a codec table of {table} bytes, which is too large")
     if HEADER.size + table + plane + frame != stored.nbytes:
         raise SnapshotError(
-            f"a page has {stored.nbytes} bytes, but {HEADER.size + table + plane + frame} "
-            "according to its header"
+            f"a page file has {stored.nbytes} bytes, but "
+            f"{HEADER.size + table + plane + frame} according to its header"
         )
     table_bytes, plane_bytes, frame_bytes = np.split(stored[HEADER.size :], [table, table + plane])
     encoded = EncodedPage(plane_bytes, frame_bytes)

@@ -81,7 +81,7 @@ class Part:
         files = {}
         for digest, nbytes, origin in fields.take("files", items):
             if not is_sha256(digest):
-                raise ValueError("a digest is not a SHA-256 digest")
+                raise ValueError("the name of a file is not a SHA-256 digest")
             files[digest] = StoredPage(whole(nbytes, 1, 1 << 32), Origin(origin))
         fields.done()
         pages = tuple(
@@ -89,7 +89,7 @@ class Part:
             for group, block, key, digest in rows
         )
         if {page.sha256 for page in pages} != files.keys():
-            raise ValueError("its files do not match its pages")
+            raise ValueError("the listed files do not match the listed pages")
         return Part(rank, pages, files)
 
 

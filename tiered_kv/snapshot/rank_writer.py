@@ -70,7 +70,7 @@ class PageWriter:
                     f"rank {self._rank} has already finished, and accepts no more pages"
                 )
             if (group, block) in self._added:
-                raise SnapshotError(f"rank {self._rank} has block {block} of group {group} twice")
+                raise SnapshotError(f"rank {self._rank} added block {block} of group {group} twice")
             self._added[group, block] = SnapshotPage(group, block, self._rank, digest, key.hex())
             first = digest not in self._begun
             self._begun.add(digest)

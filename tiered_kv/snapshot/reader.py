@@ -64,7 +64,9 @@ class Snapshot:
         self._sizes = _checked_sizes(self.manifest, source.sizes)
         for digest in source.names:
             if digest not in self._sizes:
-                raise SnapshotError(f"page {digest} is not in the manifest")
+                raise SnapshotError(
+                    f"the snapshot contains page {digest}, which is not in the manifest"
+                )
         self.nbytes = len(source.manifest) + sum(self._sizes.values())
         self._files = files.pop_all()
 
@@ -93,7 +95,7 @@ class Snapshot:
         except SnapshotError as error:
             raise SnapshotError(f"{where}: {error}") from error
         if sha256(out.data).hexdigest() != page.sha256:
-            raise SnapshotError(f"{where}: the page is damaged; copy the snapshot again")
+            raise SnapshotError(f"{where}: the page is damaged, so copy the snapshot again")
 
     def read_file(self, digest: str, out: Bytes) -> None:
         """Read the file of a page into ``out``, without decoding it.
@@ -180,16 +182,17 @@ def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> 
     for digest, page_format in formats.items():
         size = size_of(digest)
         if size is None:
-            raise SnapshotError(f"page {digest} is missing; copy the snapshot again")
+            raise SnapshotError(f"the file of page {digest} is missing: copy the snapshot again")
         if not least_file_bytes() <= size <= most_file_bytes(page_format):
             raise SnapshotError(
-                f"page {digest} has {size} bytes, which is impossible for its group"
+                f"the file of page {digest} has {size} bytes, which is impossible in its group: "
+                "copy the snapshot again"
             )
         sizes[digest] = size
     if sum(sizes.values()) != manifest.stored_bytes:
         raise SnapshotError(
-            f"the pages have {sum(sizes.values())} bytes, but {manifest.stored_bytes} "
-            "according to the manifest; copy the snapshot again"
+            f"the page files have {sum(sizes.values())} bytes, but {manifest.stored_bytes} "
+            "according to the manifest: copy the snapshot again"
         )
     return sizes
 
@@ -201,7 +204,7 @@ def _opened(path: Path | str, folder: int | None, files: ExitStack) -> int:
         fd = os.open(path, _OPEN, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise SnapshotError(f"{path} is a symbolic link: use its target") from error
+            raise SnapshotError(f"{path} is a symbolic link: use the path of its target") from error
         raise
     files.callback(os.close, fd)
     return fd
@@ -215,7 +218,7 @@ def _folder_source(folder: int, files: ExitStack) -> _Source:
         manifest = read_whole(fd, MOST_BYTES, "the manifest of the snapshot")
     pages = _opened(PAGES, folder, files)
     if not stat.S_ISDIR(os.fstat(pages).st_mode):
-        raise SnapshotError(f"{PAGES} is not a folder")
+        raise SnapshotError(f"{PAGES} in the snapshot is not a folder: copy the snapshot again")
     return _Source(manifest, partial(_size_in, pages), partial(_read_in, pages))
 
 
@@ -225,7 +228,7 @@ def _size_in(pages: int, digest: str) -> int | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(found.st_mode):
-        raise SnapshotError(f"page {digest} is not a regular file")
+        raise SnapshotError(f"the file of page {digest} is not a regular file")
     return found.st_size
 
 

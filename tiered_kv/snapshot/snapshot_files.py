@@ -36,7 +36,9 @@ def check_name(name: str) -> None:
             "dashes and underscores, and start with a letter or digit"
         )
     if name.lower().endswith(ZIP):
-        raise SnapshotError(f"{name!r} is not a valid snapshot name: leave out the {name[-4:]}")
+        raise SnapshotError(
+            f"{name!r} is not a valid snapshot name: leave out {name[-4:]} at the end"
+        )
 
 
 @contextlib.contextmanager

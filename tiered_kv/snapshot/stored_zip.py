@@ -53,20 +53,20 @@ def members(fd: int) -> dict[str, ZipEntry]:
     """
     infos, directory = _directory(fd)
     if len({info.orig_filename for info in infos}) != len(infos):
-        raise _wrong("it has a duplicate member")
+        raise _wrong("the file contains a duplicate member")
     found, end = dict[str, ZipEntry](), 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         name = info.orig_filename
         _check(info, name)
         if info.header_offset != end:
-            raise _wrong("members overlap, or are not contiguous")
+            raise _wrong("members overlap, or there are gaps between them")
         at = _data_offset(fd, info)
         end = at + info.file_size
         if end > directory:
-            raise _wrong("a member overlaps the directory")
+            raise _wrong("a member overlaps the zip directory")
         found[name] = ZipEntry(at, info.file_size)
     if end != directory:
-        raise _wrong("there are bytes between the members and the directory")
+        raise _wrong("there are bytes between the members and the zip directory")
     found.pop(_FOLDER, None)
     return found
 
@@ -77,11 +77,11 @@ class _Bounded(io.FileIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MOST_DIRECTORY_BYTES:
-            raise _wrong(f"its directory is too large: {size} bytes")
+            raise _wrong(f"the zip directory has {size} bytes, which is too large")
         data = super().read(size) or b""
         most = min(MOST_MEMBERS, len(data) // PAGE_ENTRY_BYTES + OTHER_ENTRIES)
         if data.count(b"PK\1\2") > most:
-            raise _wrong(f"its directory of {len(data)} bytes has more than {most} members")
+            raise _wrong(f"the zip directory of {len(data)} bytes has more than {most} members")
         return data
 
 
@@ -98,15 +98,15 @@ def _directory(fd: int) -> tuple[list[zipfile.ZipInfo], int]:
         # BadZipFile by contract, but these bytes are untrusted.
         raise _wrong(str(error)) from error
     if sign != b"PK\5\6" or comment:
-        raise _wrong("it is truncated, or has data after its end")
+        raise _wrong("the file is truncated, or has a comment or other data at its end")
     if disk or first or here != count or count not in (len(infos), _FULL16):
-        raise _wrong("it is part of a multi-file archive, or lacks members")
+        raise _wrong("the file is one part of a multi-part archive, or members are missing")
     return infos, offset
 
 
 def _check(info: zipfile.ZipInfo, name: str) -> None:
     if _MEMBER.fullmatch(name) is None and name != _FOLDER:
-        raise _wrong(f"{name[:100]!r} is not a file name of a snapshot")
+        raise _wrong(f"{name[:100]!r} is not a file name that snapshots use")
     if info.flag_bits & ~_UTF8:
         raise _wrong(f"{name} is encrypted or streamed: pack it with zip -0")
     if info.compress_type != zipfile.ZIP_STORED:
@@ -115,9 +115,9 @@ def _check(info: zipfile.ZipInfo, name: str) -> None:
     if kind not in (0, stat.S_IFDIR if name == _FOLDER else stat.S_IFREG):
         raise _wrong(f"{name} is not a regular file")
     if info.comment or info.volume:
-        raise _wrong(f"{name} has a comment, or is stored in another file")
+        raise _wrong(f"{name} has a comment, or is stored in another part of the archive")
     if info.compress_size != info.file_size or (name == _FOLDER and info.file_size):
-        raise _wrong(f"{name} has conflicting sizes")
+        raise _wrong(f"the zip directory has conflicting sizes for {name}")
 
 
 def _data_offset(fd: int, info: zipfile.ZipInfo) -> int:
@@ -125,13 +125,15 @@ def _data_offset(fd: int, info: zipfile.ZipInfo) -> int:
     name = info.orig_filename.encode("ascii")
     data = os.pread(fd, _LOCAL.size + len(name), info.header_offset)
     if len(data) != _LOCAL.size + len(name):
-        raise _wrong("it is truncated")
+        raise _wrong("the file is truncated")
     sign, _, flags, method, *_, stored, nbytes, name_bytes, extra_bytes = _LOCAL.unpack_from(data)
     theirs = (sign, flags, method, name_bytes, data[_LOCAL.size :])
     if theirs != (b"PK\3\4", info.flag_bits, info.compress_type, len(name), name):
-        raise _wrong(f"{info.orig_filename} does not match the directory")
+        raise _wrong(f"the header of {info.orig_filename} does not match the zip directory")
     if not {stored, nbytes} <= {info.file_size, _FULL32}:
-        raise _wrong(f"{info.orig_filename} has conflicting sizes")
+        raise _wrong(
+            f"the header of {info.orig_filename} and the zip directory have conflicting sizes"
+        )
     return int(info.header_offset + _LOCAL.size + name_bytes + extra_bytes)
 
 

@@ -171,7 +171,7 @@ class PageStore(ABC):
         Returns:
             The pages that are lost, including survivors that could not be written.
         """
-        raise NotImplementedError("a store that proposes segments must reclaim them")
+        raise NotImplementedError("a store that proposes segments must implement reclaim")
 
 
 _Item = TypeVar("_Item")

@@ -40,7 +40,9 @@ def choose_codec(
         try:
             codec = parse(name)(page_format)
         except ValueError as error:
-            raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or set auto") from error
+            raise ConfigError(
+                f"TIERED_KV_CODEC={name} cannot be used ({error}): set another codec, or auto"
+            ) from error
     try:
         one = measure_codec(codec, synthetic_page(page_format))
     except Exception as error:  # third-party codecs may raise anything

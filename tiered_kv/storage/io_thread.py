@@ -272,8 +272,8 @@ class IoThread:
         self._thread.join(HUNG_S)
         if self._thread.is_alive():
             logger.error(
-                "the store has not responded for %g s: pages that only CPU memory holds are "
-                "not written",
+                "the store did not respond within %g s at shutdown, so pages that exist only in "
+                "CPU memory are not written to it",
                 HUNG_S,
             )
             return 0
@@ -282,7 +282,10 @@ class IoThread:
                 self.store.clear()
             return self._write_last(last, deadline)
         except Exception:
-            logger.exception("a store that no later engine can use could not be emptied")
+            logger.exception(
+                "the store could not be emptied at shutdown, although no later engine can use its "
+                "pages"
+            )
             return 0
         finally:
             self.store.close()
@@ -315,8 +318,8 @@ class IoThread:
                 if said not in self._logged and len(self._logged) < MOST_LOGGED:
                     self._logged.add(said)
                     logger.exception(
-                        "an operation of a lower tier failed; the engine continues (each "
-                        "error is logged once)"
+                        "an operation of a lower tier failed; the engine continues. Each "
+                        "error is logged once"
                     )
             with self._changed:
                 self._busy = False
@@ -457,7 +460,7 @@ class IoThread:
                 room = asked * (deadline - now) / (2 * max(now - began, 1e-6))
                 step = max(least, int(min(room, self._group)))
         except Exception:
-            logger.exception("the flush at shutdown ended early")
+            logger.exception("not all of the last pages could be written to the store at shutdown")
         return written
 
     def _report(self, order: StoreOrder, failed: frozenset[int], seconds: float) -> None:

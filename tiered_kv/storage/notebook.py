@@ -96,7 +96,7 @@ class Notebook(NoNotebook):
         self._fd = -1
         try:
             if not try_lock(self._lock):
-                raise BlockingIOError(f"another process uses {path}")
+                raise BlockingIOError(f"{path} is in use by another process")
             self._lines, self._found = _read(path)
             self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._written = self._rewrite()
@@ -183,7 +183,12 @@ class Notebook(NoNotebook):
             self.lost += len(lines)
             if not self._failing:
                 self._failing = True
-                logger.warning("%s cannot be written: %s", self.path, error)
+                logger.warning(
+                    "%s cannot be written, so a restarted server may not know the latest jobs and "
+                    "forecasts: %s",
+                    self.path,
+                    error,
+                )
 
     def _add(self, data: bytes, *, strikes: bool) -> None:
         """Append lines, or write nothing.
@@ -228,7 +233,8 @@ def folder_for_notes(folder: Path | None) -> Path | None:
         if error.errno == errno.EINVAL:
             logger.warning(
                 "%s is on hugetlbfs, which cannot hold jobs and learned forecasts: the next "
-                "engine will find pages only. Set TIERED_KV_SSD_PATH to keep the rest too",
+                "engine will find only the pages. Set TIERED_KV_SSD_PATH to save jobs and "
+                "forecasts too",
                 folder,
             )
             return None
@@ -257,7 +263,9 @@ def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNoteboo
             with contextlib.suppress(BlockingIOError, PermissionError):
                 return Notebook(folder / f"jobs-{replica}-{number}.jsonl", keep=keep)
     except OSError as error:
-        logger.warning("a restarted server will not know the current jobs: %s", error)
+        logger.warning(
+            "cannot save jobs and learned forecasts, so they will be lost at a restart: %s", error
+        )
     return NoNotebook()
 
 
@@ -269,7 +277,7 @@ def _read(path: Path) -> tuple[dict[str, bytes], dict[str, Fact]]:
     except FileNotFoundError:
         return lines, facts
     except ValueError as error:
-        logger.warning("%s cannot be read and is ignored: %s", path, error)
+        logger.warning("the jobs and learned forecasts in %s are ignored: %s", path, error)
         return lines, facts
     for line in data.splitlines(keepends=True):
         said = _parse(line)
@@ -278,7 +286,7 @@ def _read(path: Path) -> tuple[dict[str, bytes], dict[str, Fact]]:
             _take_in(lines, said, line)
             _take_in(facts, said, said.get("fact"))
     if bad:
-        logger.info("%s: %d damaged lines are ignored", path, bad)
+        logger.info("number of damaged lines ignored in %s: %d", path, bad)
     return lines, facts
 
 

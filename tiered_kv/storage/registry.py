@@ -27,7 +27,7 @@ def make_tiers(config: TierConfig) -> tuple[StoreTier, ...]:
     names = [tier.spec.tier for tier in tiers]
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"TIERED_KV_TIERS names a tier twice ({', '.join(names)}): remove the duplicate"
+            f"two tiers have the same name ({', '.join(names)}): remove one from TIERED_KV_TIERS"
         )
     return tiers
 

@@ -65,7 +65,7 @@ def delete_later(store: RemoteStore, keys: Sequence[RemoteKey]) -> None:
     logger.error(
         "the remote store does not respond, so %s from before the cache reset could not be "
         "deleted. If the weights were changed, engines that find these pages use wrong KV. "
-        "This engine deletes the pages when the store responds again",
+        "This engine will delete the pages when the store responds again",
         count(len(keys), "page"),
     )
     Thread(target=_delete, args=(store, keys), name=THREAD_NAME, daemon=True).start()

@@ -91,11 +91,13 @@ def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
         store.check(time.monotonic() + PROBE_S)
     except RefusedError as error:
         raise ConfigError(
-            f"TIERED_KV_REMOTE={address} rejects the login ({error}): set the user as "
+            f"TIERED_KV_REMOTE={address} rejects the login ({error}): set the user as in "
             "valkey://user@host:port, and the password in TIERED_KV_REMOTE_PASSWORD_FILE"
         ) from error
     except Exception as error:
-        logger.warning("TIERED_KV_REMOTE=%s cannot be reached (%s): will retry", address, error)
+        logger.warning(
+            "TIERED_KV_REMOTE=%s cannot be reached (%s). The engine will try again", address, error
+        )
         return ASSUMED_SPEED
     speed = measure_link(store)
     if speed.write <= SLOWEST:  # nothing to measure with, but pages can be read

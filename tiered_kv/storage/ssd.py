@@ -72,7 +72,7 @@ def _measure(folder: Path, threads: int) -> DiskSpeed:
         return measure_disk(folder, threads)
     except OSError as error:  # a full disk can still be read
         logger.warning(
-            "the speed of the disk under %s cannot be measured (%s): a default is assumed",
+            "the speed of the disk under %s cannot be measured (%s), so a default speed is assumed",
             folder,
             error,
         )

@@ -182,7 +182,7 @@ class EngineRig(ABC):
             self.run()
             if not self.pages.book.in_flight:
                 return
-        raise AssertionError("orders are still in flight")
+        raise AssertionError("orders to the workers are still in flight")
 
     def check_clean(self) -> None:
         """Check that all blocks are free, all slots are accounted for, and no order is in

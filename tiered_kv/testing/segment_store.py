@@ -70,7 +70,7 @@ class ToyCodec:
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
         if encoded.nbytes != out.nbytes or encoded.plane.nbytes != encoded.frame.nbytes:
-            raise CodecError("not a page of this codec")
+            raise CodecError("the page was not encoded by this codec")
         out[::2] = encoded.plane - self._shift
         out[1::2] = encoded.frame - self._shift
 

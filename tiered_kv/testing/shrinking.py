@@ -51,7 +51,7 @@ class Shrinking:
         stored = encoded.plane.tobytes() + encoded.frame.tobytes()
         whole = _PAGES.get(stored[:DIGEST_BYTES])
         if whole is None or stored != _stored(stored[:DIGEST_BYTES], len(whole)):
-            raise CodecError("not a page of this codec")
+            raise CodecError("the page was not encoded by this codec")
         out[:] = np.frombuffer(whole, dtype=np.uint8)
 
     def trained(self, pages: list[Bytes]) -> Codec:

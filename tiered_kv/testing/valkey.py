@@ -265,7 +265,9 @@ class ValkeyCluster:
         until = time.monotonic() + CHANGE_S
         while not condition():
             if time.monotonic() > until:
-                raise TimeoutError("the nodes of the cluster do not agree")
+                raise TimeoutError(
+                    f"the cluster did not reach the expected state within {CHANGE_S:g} s"
+                )
             time.sleep(0.02)
 
     def has_promoted(self, node: ValkeyServer) -> bool:

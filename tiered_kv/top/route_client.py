@@ -87,7 +87,8 @@ class RouteClient:
             self.base = base_of(url)
         except UnreachableError as error:
             raise RouteError(
-                f"{harmless(url)}: {harmless(str(error))}. Write it as http://HOST:8000."
+                f"{harmless(url)} cannot be used: {harmless(str(error))}. Write it as "
+                "http://HOST:8000."
             ) from error
         token = token.strip(" \t\r\n") if token is not None else None  # as the server does
         if token is not None and any(unicodedata.category(char) == "Cc" for char in token):
@@ -104,7 +105,7 @@ class RouteClient:
         """
         status = read_answer(ServerStatus, parse(self.get("status")))
         if not status.engines:
-            raise other_version("it has no engine")
+            raise other_version("the list of engines is empty")
         return status
 
     def jobs(self, after: Cursor) -> JobPage:
@@ -124,7 +125,7 @@ class RouteClient:
         """
         folder = _object(self.get("snapshots")).get("folder")
         if not isinstance(folder, str) or not folder.startswith("/"):
-            raise other_version("folder is not a path")
+            raise other_version("folder is not an absolute path")
         return Path(folder)
 
     def operate(self, path: str, timeout_s: float, **fields: Any) -> Mapping[str, Any]:
@@ -193,7 +194,7 @@ def parse(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise other_version("it is not JSON") from error
+        raise other_version("the text is not JSON") from error
 
 
 def read_answer(kind: type[Read], found: object, most_chars: int = MOST_CHARS) -> Read:
@@ -220,7 +221,7 @@ def other_version(what: str) -> RouteError:
 def _object(text: str) -> dict[str, Any]:
     found = parse(text)
     if not isinstance(found, dict):
-        raise other_version("it is not a JSON object")
+        raise other_version("the JSON value is not an object")
     return found
 
 

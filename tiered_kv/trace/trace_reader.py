@@ -89,7 +89,7 @@ class RecordReader(Generic[Record]):
                 seen.add((found.st_dev, found.st_ino))
                 files.append((path, file))
         if not files:
-            raise FileNotFoundError(2, "there is no trace", str(self.path))
+            raise FileNotFoundError(2, "there is no trace file", str(self.path))
         return files
 
     def _records(self, path: Path, file: IO[bytes]) -> Iterator[Record]:

@@ -99,4 +99,6 @@ class TraceWriter:
             self.dropped += len(records)
             if not self._failing:
                 self._failing = True
-                logger.warning("trace %s cannot be written: %s", self.path, error)
+                logger.warning(
+                    "the trace %s cannot be written, so records are lost: %s", self.path, error
+                )

@@ -37,7 +37,9 @@ class CopyJob:
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.slots):
-            raise ValueError(f"{len(self.blocks)} blocks do not match {len(self.slots)} slots")
+            raise ValueError(
+                f"a copy job has {len(self.blocks)} blocks, but {len(self.slots)} slots"
+            )
 
 
 @dataclass(frozen=True, slots=True)

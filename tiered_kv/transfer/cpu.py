@@ -93,7 +93,9 @@ class CpuTransfer(TransferBackend):
         pages = sort_out(job, self._num_blocks[job.group], self._num_slots)
         failed = pages.failed
         if failed:
-            logger.error("%s: %d blocks or slots do not exist", job.direction, len(failed))
+            logger.error(
+                "%s: %d pages have blocks or slots that do not exist", job.direction, len(failed)
+            )
         try:
             if len(pages):
                 self._copy_pages(job.direction, runs, pages)

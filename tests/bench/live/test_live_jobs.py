@@ -313,7 +313,7 @@ def test_an_invalid_number_is_refused_with_its_line(form: str, odd: str, tmp_pat
         ("\n \n", "is empty"),
         ("[{}]", "line 1: it is not a JSON object"),
         ('{"a": 1', "line 1: it is not JSON"),
-        ("[" * 100_000, "line 1: it is nested too deeply"),
+        ("[" * 100_000, "line 1: the JSON is nested too deeply"),
         ('{"prompt": 1, "\\ud800": 2}', "It has prompt, .ud800: rename its fields"),
         ('{"hash_ids": [1], "ts": 0}', "line 1: it lacks timestamp, and has hash_ids, ts"),
         ('{"hash_ids": 3, "timestamp": 0}', "it lacks input_length"),

@@ -196,7 +196,7 @@ def test_a_damaged_note_or_record_gives_no_wrong_page(
     engine.slots[6, 30] ^= 1  # in the note of the second bundle
     engine.slots[13] ^= 0xFF  # in the records of the third bundle
     second = after(engine, tmp_path / "killed")
-    assert "its record is damaged" in caplog.text
+    assert "the bundle's record is damaged" in caplog.text
     found = second.found()
     assert [found.get(name) for name in range(6)] == [True] * 6
     assert not any(name in found for name in range(6, 12))

@@ -195,7 +195,7 @@ def test_pages_too_large_for_a_record_are_refused(
 ) -> None:
     path = tmp_path / "00000061.seg"
     sparse(path, header_of(page_format=PageFormat(ElementType.BF16, page_bytes, 16)), 1 << 20)
-    with pytest.raises(FormatError, match="size is impossible"):
+    with pytest.raises(FormatError, match="impossible page size"):
         load(path, files)
 
 

@@ -107,7 +107,7 @@ def test_blocks_of_a_window_are_restored_completely(make_rig: MakeRig, tokens_be
     assert rig.outputs["one"] == expected(PROMPT[:90], 1)
     rig.add("again", PROMPT[:90])
     if tokens_before:
-        with pytest.raises(WrongKV, match=r"again: group 1 .* first at 41"):
+        with pytest.raises(WrongKV, match=r"again: group 1 .* first at token 41"):
             rig.run()
     else:
         rig.run()

@@ -114,7 +114,10 @@ def test_states_of_different_lengths_are_distinct(make_rig: MakeRig) -> None:
     before = rig.page(rig.table("one", 1)[-1], 1).copy()
     rig.step()
     rig.page(rig.table("one", 1)[-1], 1)[:] = before
-    with pytest.raises(WrongKV, match=r"the state after 201 tokens is that after 200"):
+    with pytest.raises(
+        WrongKV,
+        match="the state after 201 tokens, but the block contains the state after 200 tokens",
+    ):
         rig.step()
 
 
@@ -140,7 +143,7 @@ def test_hits_within_a_block_that_is_being_computed(make_rig: MakeRig) -> None:
     rig.ask("before", PROMPT[:29])
     rig.add("one", PROMPT)
     rig.add("other", PROMPT)
-    with pytest.raises(WrongKV, match=r"other: group 0 .* first at 16"):
+    with pytest.raises(WrongKV, match=r"other: group 0 .* first at token 16"):
         rig.run()
 
 
@@ -171,5 +174,5 @@ def test_views_of_layers_share_one_allocation(make_rig: MakeRig) -> None:
 
 
 def test_states_need_the_smallest_blocks() -> None:
-    with pytest.raises(ValueError, match="states need blocks of 16 tokens"):
+    with pytest.raises(ValueError, match="blocks of a state must have 16 tokens"):
         group_pages([FULL, GroupSpec(KvKind.STATE, 32)], 8)

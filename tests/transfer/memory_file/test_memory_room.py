@@ -37,7 +37,7 @@ def test_a_lack_of_space_is_reported_with_the_amount(
         open_in(folder, slots=1 << 20, slot_bytes=1 << 20)
     sentence = str(said.value)
     assert f"{folder} has space for 0.06 GiB" in sentence
-    assert "rank 0 takes 1024.13 GiB" in sentence
+    assert "rank 0 needs 1024.13 GiB" in sentence
     assert "--shm-size" in sentence
     assert "TIERED_KV_CPU_GIB" in sentence
     assert list(folder.iterdir()) == []
@@ -54,7 +54,7 @@ def test_a_failed_allocation_leaves_no_file_behind(
     monkeypatch.setattr(
         os, "posix_fallocate", lambda fd, at, n: (full if n > BLOCK else real)(fd, at, n)
     )
-    with pytest.raises(ConfigError, match="provides no more memory, and the CPU memory of rank 0"):
+    with pytest.raises(ConfigError, match="provides no more memory, but the CPU memory of rank 0"):
         open_in(folder)
     assert list(folder.iterdir()) == []
 

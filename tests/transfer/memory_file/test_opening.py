@@ -243,7 +243,7 @@ def test_an_incomplete_header_loses_only_its_page(
     write_file(folder / NAME, content)
     again = open_in(folder)
     assert keys_in(again) == {0: key_of(0), 5: key_of(5)}
-    assert "emptied 4 slots because of incomplete headers" in caplog.text
+    assert "emptied 4 slots with incomplete headers" in caplog.text
     assert again.resting == {1, 2, 3, 4}
     again.close()
     assert keys_in(open_in(folder)) == {0: key_of(0), 5: key_of(5)}

@@ -41,10 +41,14 @@ def check_new(path: Path) -> None:
     if os.path.lexists(path):
         raise SnapshotError(f"{path} already exists: choose another path")
     if not path.parent.is_dir():
-        raise SnapshotError(f"{path} cannot be created: the folder {path.parent} does not exist")
+        raise SnapshotError(
+            f"{path} cannot be created, because the folder {path.parent} does not exist: create "
+            "that folder, or choose another path"
+        )
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise SnapshotError(
-            f"{path} cannot be created: you have no permission to write to {path.parent}"
+            f"{path} cannot be created, because you do not have permission to write to "
+            f"{path.parent}: choose another path"
         )
 
 
@@ -66,8 +70,8 @@ class ServerFolder:
             )
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise SnapshotError(
-                f"you have no access to the server's snapshot folder {path}: run the command as "
-                "the server's user, or use a snapshot name instead of a path"
+                f"you cannot read and write the server's snapshot folder {path}: run the command "
+                "as the server's user, or use a snapshot name instead of a path"
             )
         self._path = path
 
@@ -81,8 +85,8 @@ class ServerFolder:
         folder = self._path / name
         if not (folder / MANIFEST).is_file():
             raise SnapshotError(
-                f"the folder {self._path} of this machine is not the server's snapshot folder: "
-                "fetch the snapshot from the server's machine"
+                f"the folder {self._path} on this machine is not the server's snapshot folder: "
+                f"copy the snapshot {name} from that folder on the server's machine"
             )
         if path.name.endswith(ZIP):
             pack(folder, path)

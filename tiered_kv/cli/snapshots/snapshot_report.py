@@ -79,7 +79,7 @@ def _salt(done: JobRestored | JobForked, said: Object) -> Rows:
     if done.cache_salt is None:
         return []
     if done.cache_salt != said["cache_salt"]:
-        raise other_version("cache_salt has invalid characters")
+        raise other_version("cache_salt contains invalid characters")
     return [["send cache_salt", done.cache_salt]]
 
 

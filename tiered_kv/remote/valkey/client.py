@@ -180,7 +180,8 @@ class ValkeyClient:
         self._tls = tls
         self._breaker = LoggedBreaker(
             place,
-            "the remote store at %s is unavailable (%s): KV in it is recomputed until it is back",
+            "the remote store at %s is unavailable (%s): its KV is recomputed until the store is "
+            "available again",
             "the remote store at %s is available again",
         )
         self._reads = _Calls(server, "reads", _READ, Outcome.DOWN)
@@ -437,7 +438,9 @@ def _let_in(connection: Connection) -> None:
     except ServerError as error:
         if error.code in _REFUSED:
             raise
-        raise ServerError("it has no password set") from None
+        raise ServerError(
+            "the server rejected the AUTH command, probably because it has no password set"
+        ) from None
 
 
 def _command(*words: bytes) -> bytes:

@@ -61,8 +61,8 @@ class Resolver:
         if self._known:
             return self._known
         if self._asking.is_alive():
-            raise TimeoutError("its host name is still being resolved")
-        raise self._error or OSError("its name has no address")
+            raise TimeoutError("the server's host name is still being resolved")
+        raise self._error or OSError("the server's host name has no address")
 
     def _ask(self) -> None:
         try:

@@ -82,7 +82,7 @@ class Replies:
         """
         length = self._integer(self._line(), b"$")
         if length < ABSENT:
-            raise ProtocolError(f"the value is too long: {length} bytes")
+            raise ProtocolError(f"the length of a value is negative: {length} bytes")
         return length
 
     def value(self, out: memoryview) -> None:
@@ -145,7 +145,7 @@ class Replies:
         try:
             return int(digits)
         except ValueError:
-            raise ProtocolError(f"{line[:40]!r} has no number") from None
+            raise ProtocolError(f"{line[:40]!r} does not contain a number") from None
 
     def _line(self) -> bytes:
         """Return the next line, without its line end.
@@ -156,7 +156,7 @@ class Replies:
         searched = self._start
         while (end := self._buffer.find(b"\r\n", searched, self._stop)) < 0:
             if self._stop - self._start > MOST_LINE:
-                raise ProtocolError("a line has no end")
+                raise ProtocolError(f"a line of the reply is longer than {MOST_LINE} bytes")
             searched = max(self._start, self._stop - 1)
             moved = self._fill()
             searched -= moved

@@ -82,9 +82,9 @@ def owners_of_slots(reply: Reply, asked: Server) -> list[Server | None]:
                         owner = Server(host.decode() if host else asked.host, port)
                         owners[first : last + 1] = [owner] * (last + 1 - first)
                     case _:
-                        raise ValueError(f"not a range of slots: {entry!r}")
+                        raise ValueError(f"expected a range of slots, got {entry!r}")
         case _:
-            raise ValueError(f"not a list of slots: {reply!r}")
+            raise ValueError(f"expected a list of slots, got {reply!r}")
     return owners
 
 
@@ -150,7 +150,7 @@ class ValkeyStore:
             except Exception as error:
                 failed[server] = error
         if len(failed) < len(self._address.servers) and self._refresh(deadline) is not None:
-            raise ConnectionError("it does not answer CLUSTER SLOTS")
+            raise ConnectionError("no server answers CLUSTER SLOTS")
         if self._owners is None:
             for reason in failed.values():
                 raise reason
@@ -162,7 +162,8 @@ class ValkeyStore:
                 raise
             except Exception as error:
                 raise ConnectionError(
-                    f"it is a cluster, whose node {server} cannot be reached from this machine: "
+                    f"the store is a cluster whose node {server} cannot be reached from this "
+                    "machine: "
                     f"{failed.get(server, error)}"
                 ) from error
 
@@ -310,7 +311,9 @@ class ValkeyStore:
         masters = {one for one in owners if one is not None}
         if masters and masters != set(self._owners or ()) - {None}:
             nodes = ", ".join(sorted(map(str, masters)))
-            logger.info("the remote store at %s is a cluster: %s", self._address, nodes)
+            logger.info(
+                "the remote store at %s is a cluster with the masters %s", self._address, nodes
+            )
         if masters:
             self._owners, self._asked = owners, asked
             self._detected, self._outdated = True, False

@@ -84,7 +84,7 @@ def delete_store(store: StoreInfo) -> None:
             if foreign := {path.name for path in store.path.iterdir()} - {LOCK_NAME}:
                 raise OSError(
                     errno.ENOTEMPTY,
-                    f"it contains {min(foreign)}, which is not part of a store",
+                    f"the folder contains {min(foreign)}, which is not part of a store",
                     str(store.path),
                 )
             (store.path / LOCK_NAME).unlink()

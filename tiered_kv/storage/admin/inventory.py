@@ -250,7 +250,7 @@ def opened_segment(info: StoreInfo, path: Path) -> Iterator[tuple[int, LoadedSeg
         header = loaded.header
         found = (header.fingerprint, header.replica, header.rank, f"{header.number:08}")
         if found != (info.fingerprint, info.replica, info.rank, path.stem):
-            raise FormatError("it belongs to another store")
+            raise FormatError("the segment belongs to another store")
         yield fd, loaded
 
 

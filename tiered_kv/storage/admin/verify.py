@@ -134,9 +134,11 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
         raise FormatError("the padding after the segment's header is not zero")
     if not loaded.sealed:
         if _ends_like_sealed(fd, loaded):
-            raise FormatError("the footer is damaged: the pages were found by a scan")
+            raise FormatError(
+                "the footer is damaged, so the pages were found by scanning the records"
+            )
         if _is_cut_off(fd, loaded):
-            raise FormatError("the file is truncated: the pages after its end are lost")
+            raise FormatError("the file is truncated, so the pages after its end are lost")
         return
     offset = parse_trailer(header, loaded.size, read_blocks(_FILES, fd, loaded.size - BLOCK, BLOCK))
     footer = read_blocks(_FILES, fd, offset, loaded.size - offset)
@@ -193,11 +195,11 @@ def _check_record(
 ) -> RecordHeader:
     record = decode_record(loaded.header, codec, entry.key, stored, page)
     if (record.plane_bytes, record.frame_bytes) != (entry.plane_bytes, entry.frame_bytes):
-        raise FormatError("the length of the record differs from the footer")
+        raise FormatError("the length of the record differs from its length in the footer")
     header = pack_record_header(loaded.header, record)
     end = len(header) + entry.stored_bytes
     if stored[: len(header)] != header or np.any(np.frombuffer(stored[end:], np.uint8)):
-        raise FormatError("the padding is damaged; the page itself is intact")
+        raise FormatError("the padding of the record is damaged, but the page itself is intact")
     return record
 
 

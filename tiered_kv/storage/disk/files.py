@@ -179,7 +179,9 @@ def _transfer(
             return
         usable = count // BLOCK * BLOCK  # the rest must start at a block
         if usable <= 0:
-            raise OSError(errno.EIO, "the file ended, or the disk accepted less than a block")
+            raise OSError(
+                errno.EIO, "the file ended early, or the disk transferred less than a block"
+            )
         buffers, offset = _behind(buffers, usable), offset + usable
 
 

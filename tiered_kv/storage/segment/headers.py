@@ -103,9 +103,9 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
     if xxhash.xxh3_128_digest(start[:end]) != bytes(start[end : end + 16]):
         raise FormatError("the header of the segment is damaged")
     if page_bytes > MAX_PAGE_BYTES:
-        raise FormatError("the page size is impossible")
+        raise FormatError("the header of the segment has an impossible page size")
     if element >= len(ELEMENTS):
-        raise FormatError("the element type is unknown")
+        raise FormatError("the header of the segment has an unknown element type")
     return SegmentHeader(
         fingerprint=fingerprint,
         nonce=nonce,
@@ -155,11 +155,11 @@ def parse_record_header(segment: SegmentHeader, start: bytes | memoryview) -> Re
         FormatError: the bytes do not start a record of this segment, or the record is damaged.
     """
     if len(start) < RECORD_FIXED_BYTES:
-        raise FormatError("the data is shorter than a record")
+        raise FormatError("the data is shorter than a record header")
     (magic, header_bytes, key_bytes, *of_segment, digest) = RECORD.unpack_from(start)
     nonce, ordinal, group, written, page_bytes, tokens, plane, frame, *codec = of_segment
     if magic != RECORD_MAGIC:
-        raise FormatError("the data is not a record")
+        raise FormatError("the data does not start with a record header")
     if not MIN_KEY_BYTES <= key_bytes <= MAX_KEY_BYTES:
         raise FormatError("the key of the record has an impossible length")
     if header_bytes != record_header_bytes(key_bytes, plane + frame) or len(start) < header_bytes:
@@ -171,9 +171,9 @@ def parse_record_header(segment: SegmentHeader, start: bytes | memoryview) -> Re
     if nonce != segment.nonce or codec[2] != segment.number & 0xFFFFFFFF:
         raise FormatError("the record belongs to another segment")
     if (page_bytes, tokens) != (segment.page_format.page_bytes, segment.page_format.tokens):
-        raise FormatError("the record holds a page of another format")
+        raise FormatError("the page format of the record differs from the segment's")
     if codec[0] != segment.codec_id or codec[3] != segment.table_id:
-        raise FormatError("the record uses another codec")
+        raise FormatError("the codec of the record differs from the segment's")
     return RecordHeader(PageKey(key), ordinal, group, written, plane, frame, digest)
 
 
@@ -247,9 +247,11 @@ def parse_footer(segment: SegmentHeader, footer: bytes | memoryview) -> list[Foo
     for at, plane, frame, written, length in zip(*columns, strict=True):
         entry = FooterEntry(PageKey(keys[key_at : key_at + length]), at, plane, frame, written)
         if at % BLOCK or at < end or length > MAX_KEY_BYTES:
-            raise FormatError("a footer entry overlaps another, is misaligned, or has a long key")
+            raise FormatError(
+                "a footer entry overlaps another, is misaligned, or has a key that is too long"
+            )
         end, key_at = at + entry.nbytes, key_at + length
         entries.append(entry)
     if end > offset:
-        raise FormatError("an entry of the footer points past the footer")
+        raise FormatError("an entry of the footer extends past the start of the footer")
     return entries

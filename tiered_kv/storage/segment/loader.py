@@ -62,7 +62,7 @@ def load_segment(
     whole = size // BLOCK * BLOCK
     start = read_blocks(files, fd, 0, min(whole, _START_BYTES))
     if not any(start[:BLOCK]):
-        raise BlankSegment("no header was written")
+        raise BlankSegment("the segment has no header")
     header_bytes = segment_header_bytes(start)
     if len(start) < header_bytes <= whole:
         start = read_blocks(files, fd, 0, header_bytes)
@@ -70,7 +70,7 @@ def load_segment(
     if check is not None:
         check(header)
     if size > most_segment_bytes(header.page_format):
-        raise FormatError("it is longer than a segment can be")
+        raise FormatError("the file is longer than a segment can be")
     try:
         entries = _footer(files, fd, header, size)
     except (FormatError, OSError):

@@ -51,12 +51,13 @@ class SharedRoot:
         self._refreshed_at = -REFRESH_S
         self._breaker = LoggedBreaker(
             root,
-            "the shared folder %s is unavailable (%s): KV is recomputed until the folder is back",
+            "the shared folder %s is unavailable (%s): KV is recomputed until the folder is "
+            "available again",
             "the shared folder %s is available again",
         )
         self._writes = LoggedBreaker(
             root,
-            "the shared folder %s refuses writes (%s); it is still read",
+            "the shared folder %s refuses writes (%s), but is still read",
             "the shared folder %s accepts writes again",
         )
         self._unreadable = Complaint()
@@ -206,7 +207,8 @@ class SharedRoot:
                 reader.contents.clear()
                 if self._unreadable.begins(str(reader.folder), now):
                     logger.warning(
-                        "the folder %s cannot be read (%s): its KV is recomputed meanwhile",
+                        "the folder %s cannot be read (%s), so its KV is recomputed until it can "
+                        "be read again",
                         reader.folder,
                         error.strerror,
                     )

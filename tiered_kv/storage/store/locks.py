@@ -62,7 +62,7 @@ class StoreLock:
         else:
             os.close(self._fd)
             raise StoreBusyError(
-                f"{self.path} has a second hard link: remove it, or set another "
+                f"{self.path} has other hard links: remove them, or set another "
                 "TIERED_KV_SSD_PATH for this engine"
             )
         text = describe_owner()
@@ -75,7 +75,7 @@ class StoreLock:
         if fd is None:
             raise StoreBusyError(
                 f"{self.path.parent} is in use by {owner_in_words(read_owner(self.path))}: "
-                "stop it, or set another TIERED_KV_SSD_PATH for this engine"
+                "stop that process, or set another TIERED_KV_SSD_PATH for this engine"
             )
         return fd
 

@@ -81,13 +81,13 @@ class StoreOptions:
             StoreError: the options do not work with that codec.
         """
         if len(self.fingerprint) != 16:
-            raise StoreError("the fingerprint of a store has 16 bytes")
+            raise StoreError("the fingerprint of a store must have 16 bytes")
         if codec.page_format != self.page_format:
             raise StoreError("the codec and the store must have the same page format")
         if self.capacity_bytes < 2 * self.segment_bytes:
             needed = 2 * self.segment_bytes / (1 << 30)
             raise StoreError(
-                f"{self.capacity_bytes} bytes are too small for two segments of {MIN_PAGES} "
+                f"a store of {self.capacity_bytes} bytes cannot hold two segments of {MIN_PAGES} "
                 f"pages: raise TIERED_KV_SSD_GIB to {needed:.2f} or more"
             )
 
@@ -158,7 +158,7 @@ class StoreContext:
         if not is_full(error):
             logger.warning("%s: %s", what, error)
         elif self.full.begins("", time.monotonic()):
-            logger.warning("%s: %s; old pages on SSD are deleted to make space", what, error)
+            logger.warning("%s: %s. Old pages on SSD are deleted to make space", what, error)
 
     def no_room(self, limit: int) -> None:
         """Count a segment that could not be allocated.
@@ -169,8 +169,8 @@ class StoreContext:
         self.stats.no_room += 1
         if limit < self.options.capacity_bytes and self.full.begins("", time.monotonic()):
             logger.warning(
-                "the disk of %s has space for %.3g GiB of pages, less than TIERED_KV_SSD_GIB; "
-                "old pages are deleted to make space",
+                "the disk of %s has space for only %.3g GiB of pages, less than TIERED_KV_SSD_GIB, "
+                "so old pages are deleted to make space",
                 self.options.root,
                 limit / (1 << 30),
             )

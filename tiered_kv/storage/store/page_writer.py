@@ -131,7 +131,10 @@ class PageWriter:
                 return False
             count = active.writer.fitting(records)
             if count == 0 and active.writer.empty:
-                logger.error("a page of %d bytes is too large for a segment", records[0].nbytes)
+                logger.error(
+                    "a page of %d bytes is too large for a segment, and is not stored",
+                    records[0].nbytes,
+                )
                 records = records[1:]
             elif count == 0:
                 # It is sealed once its pending writes are done, so that the disk does not idle.

@@ -59,7 +59,7 @@ class Recovery:
                 self._context.stats.segments_bad += 1
                 self._catalogue.delete_file(path)
             except Exception as error:  # its pages are not known to be bad
-                logger.warning("%s cannot be read: %s", path, error)
+                logger.warning("%s cannot be read, so its pages are not used: %s", path, error)
                 self._context.stats.segments_bad += 1
                 self._catalogue.set_aside(path)
             else:
@@ -69,7 +69,7 @@ class Recovery:
                     unsealed.append(segment)
         if any(number > NEARLY_LAST_NUMBER for number in self._catalogue.segments):
             logger.warning(
-                "all pages in %s are deleted, because its segment numbers are exhausted",
+                "all pages in %s are deleted, because the store has no segment numbers left",
                 self._context.options.folder,
             )
             self._catalogue.delete_segments()
@@ -107,9 +107,9 @@ class Recovery:
         found = (header.fingerprint, header.replica, header.rank, header.ranks, header.number)
         here = (options.fingerprint, options.replica, options.rank, options.ranks, number)
         if found != here:
-            raise FormatError("it belongs to another store")
+            raise FormatError("the segment belongs to another store, or its number is wrong")
         if header.page_format != options.page_format.outline:
-            raise FormatError("it holds pages of another format")
+            raise FormatError("the segment contains pages of another format")
 
     def _codec_of(self, header: SegmentHeader) -> Codec:
         """Find or create the codec of a segment. Segments with the same table share one codec.
@@ -128,7 +128,9 @@ class Recovery:
         except UnknownCodecError:
             raise
         except CodecError as error:
-            raise FormatError(f"its codec {header.codec_id} cannot be created: {error}") from error
+            raise FormatError(
+                f"codec {header.codec_id} of the segment cannot be created: {error}"
+            ) from error
         if codec.page_format != page_format:  # known from the table, not from the header
-            raise FormatError("it holds pages of another format")
+            raise FormatError("the segment contains pages of another format")
         return codec

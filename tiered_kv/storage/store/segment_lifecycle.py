@@ -55,7 +55,7 @@ class SegmentLifecycle:
         try:
             self._catalogue.retry_deletions()
             if not self._lock.held:
-                raise FileNotFoundError(f"{self._lock.path} was removed")
+                raise FileNotFoundError(f"the store's lock file {self._lock.path} was removed")
             with root_locked(context.options.root):
                 size = self._make_room(while_reclaiming)
                 if size is None:

@@ -339,7 +339,7 @@ def _context(
     if not direct:
         logger.warning(
             "the file system of %s does not support O_DIRECT: the SSD tier uses the page "
-            "cache, which is slower and takes memory",
+            "cache, which is slower and uses more memory",
             options.root,
         )
     threads = ThreadPoolExecutor(options.io_threads, "tiered-kv-ssd")

@@ -84,7 +84,7 @@ class CodecConformance:
         for page_format in self.formats:
             if made := self.codecs(page_format):
                 return made[2]
-        raise AssertionError("the codec supports none of the page formats")
+        raise AssertionError("the codec supports none of the page formats in this suite")
 
     @pytest.mark.parametrize("content", CONTENTS)
     def test_any_page_comes_back_from_any_reader(self, content: str) -> None:

@@ -101,7 +101,10 @@ class PagedModel:
         whole = np.frombuffer(bytes(right), dtype=np.uint8).reshape(-1, CELL)[:n]
         wrong = np.flatnonzero((seen != whole).any(axis=(0, 2)))
         if len(wrong):
-            raise WrongKV(f"{work.request_id}: {len(wrong)} of {n} tokens, first at {wrong[0]}")
+            raise WrongKV(
+                f"{work.request_id}: wrong KV for {len(wrong)} of {n} tokens, first at token "
+                f"{wrong[0]}"
+            )
 
 
 def _shifts() -> Cells:

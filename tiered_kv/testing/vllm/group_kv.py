@@ -145,8 +145,9 @@ class AttentionKv(GroupKv):
         wrong = np.flatnonzero((self._tokens[blocks, within] != right).any(axis=1))
         if len(wrong):
             raise WrongKV(
-                f"{one.request_id}: {self.name}: {len(wrong)} of {len(right)} tokens of "
-                f"{len(one.cells)}, first at {first + wrong[0]}"
+                f"{one.request_id}: {self.name}: wrong KV for {len(wrong)} of the {len(right)} "
+                f"tokens checked (context: {len(one.cells)} tokens), first at token "
+                f"{first + wrong[0]}"
             )
 
     def put(self, table: Sequence[int], cells: Cells) -> None:
@@ -168,7 +169,7 @@ class AttentionKv(GroupKv):
         blocks = np.array(one.table, dtype=np.intp)[tokens // self._size]
         absent = np.flatnonzero(blocks == NULL)
         if len(absent):
-            raise WrongKV(f"{one.request_id}: {self.name}: no block at {first + absent[0]}")
+            raise WrongKV(f"{one.request_id}: {self.name}: no block for token {first + absent[0]}")
         return blocks, tokens % self._size
 
 
@@ -200,9 +201,14 @@ class StateKv(GroupKv):
         found, last = self._block(one), one.computed - 1
         if (found != self._expand(one.cells[last : last + 1])[0]).any():
             after = np.flatnonzero((self._expand(one.cells) == found).all(axis=1)) + 1
-            holds = f"that after {after[0]}" if len(after) else "none of this context's"
+            holds = (
+                f"the state after {after[0]} tokens"
+                if len(after)
+                else "a state that is not from this context"
+            )
             raise WrongKV(
-                f"{one.request_id}: {self.name}: the state after {one.computed} tokens is {holds}"
+                f"{one.request_id}: {self.name}: expected the state after {one.computed} tokens, "
+                f"but the block contains {holds}"
             )
 
     def write(self, one: Pass) -> None:
@@ -214,7 +220,7 @@ class StateKv(GroupKv):
     def put(self, table: Sequence[int], cells: Cells) -> None:
         block = table[(len(cells) - 1) // self.spec.block_size]
         if block == NULL:
-            raise WrongKV(f"put: {self.name}: no block at {len(cells) - 1}")
+            raise WrongKV(f"put: {self.name}: no block for token {len(cells) - 1}")
         self[block][:] = self._expand(cells[-1:])[0]
 
     def lengths(self, table: Sequence[int], cells: Cells) -> list[int]:
@@ -227,7 +233,7 @@ class StateKv(GroupKv):
     def _block(self, one: Pass) -> Cells:
         block = one.table[self._at[one.request_id]]
         if block == NULL:
-            raise WrongKV(f"{one.request_id}: {self.name}: no block at {len(one.cells) - 1}")
+            raise WrongKV(f"{one.request_id}: {self.name}: no block for token {len(one.cells) - 1}")
         return self[block]
 
 

@@ -129,7 +129,10 @@ def group_pages(specs: Sequence[GroupSpec], token_bytes: int) -> tuple[GroupPage
     """
     smallest = min(spec.block_size for spec in specs)
     if any(spec.kind is KvKind.STATE and spec.block_size > smallest for spec in specs):
-        raise ValueError(f"states need blocks of {smallest} tokens, like the other groups")
+        raise ValueError(
+            f"the blocks of a state must have {smallest} tokens, the smallest block size of all "
+            "groups"
+        )
     attention = [spec.block_size for spec in specs if spec.kind is not KvKind.STATE]
     page = token_bytes * max(attention, default=smallest)
 

@@ -206,10 +206,14 @@ class CudaTransfer(TransferBackend):
         """Enqueue a copy. During the capture of a CUDA graph, enqueues nothing and returns None."""
         pages = sort_out(job, self._num_blocks[job.group], self._num_slots)
         if pages.failed:
-            logger.error("%s: %d blocks or slots do not exist", job.direction, len(pages.failed))
+            logger.error(
+                "%s: %d pages have blocks or slots that do not exist",
+                job.direction,
+                len(pages.failed),
+            )
         with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
-                logger.error("%s refused: a CUDA graph is being captured", job.direction)
+                logger.error("%s refused, because a CUDA graph is being captured", job.direction)
                 return None
             began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flight = _Flight(job, pages.failed, began, done)

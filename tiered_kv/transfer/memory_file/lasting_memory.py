@@ -144,7 +144,7 @@ class LastingMemory:
         found, torn = self._table.valid()
         if torn:
             emptied = count(len(torn), "slot")
-            logger.warning("%s: emptied %s because of incomplete headers", path, emptied)
+            logger.warning("%s: emptied %s with incomplete headers", path, emptied)
             self._table.invalidate(torn)
         self.adopted: Mapping[int, SlotHeader] = found
         self._clock = clock
@@ -176,10 +176,10 @@ class LastingMemory:
         start = slots[0] * self.slot_bytes
         packed = self.view[start : start + header.note_bytes].tobytes()
         if xxhash.xxh3_128_digest(packed) != header.digest:
-            raise FormatError("its record is damaged")
+            raise FormatError("the bundle's record is damaged")
         note = parse_note(packed, self.slot_bytes)
         if note.slots[0] != slots[0] or sorted(note.slots) != sorted(slots):
-            raise FormatError("its record belongs to other slots")
+            raise FormatError("the bundle's record belongs to other slots")
         return note
 
     def rest_s(self) -> float:

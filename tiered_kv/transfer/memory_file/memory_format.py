@@ -206,23 +206,23 @@ def parse_file_header(start: bytes) -> FileHeader:
         FormatError: the file has another version, or is damaged.
     """
     if not start.startswith(MAGIC):
-        raise ForeignError("it is not a memory file of tiered-kv")
+        raise ForeignError("the file is not a memory file of tiered-kv")
     if len(start) < _FILE.size + 16:
-        raise FormatError("its header is truncated")
+        raise FormatError("the header of the file is truncated")
     _, version, entry, contents, nonce, created, rank, ranks, replica, _, *rest = _FILE.unpack_from(
         start
     )
     if version != VERSION:
         raise FormatError(
-            f"it has format version {version}, but only version {VERSION} is supported"
+            f"the file has format version {version}, but only version {VERSION} is supported"
         )
     if xxhash.xxh3_128_digest(start[: _FILE.size]) != start[_FILE.size : _FILE.size + 16]:
-        raise FormatError("its header is damaged")
+        raise FormatError("the header of the file is damaged")
     slots, slot_bytes, table_at, slots_at, size = rest
     geometry = Geometry(contents, rank, ranks, replica, slots, slot_bytes)
     places = (entry, table_at, slots_at)
     if places != (ENTRY_BYTES, BLOCK, geometry.slots_at) or size < geometry.nbytes:
-        raise FormatError("its header is inconsistent")
+        raise FormatError("the header of the file is inconsistent")
     return FileHeader(geometry, nonce, created, size)
 
 
@@ -235,7 +235,7 @@ def pack_slot_header(nonce: int, slot: int, header: SlotHeader) -> bytes:
     if not MIN_KEY_BYTES <= len(header.key) <= MAX_KEY_BYTES:
         raise ValueError(f"the key has {len(header.key)} bytes, which a slot cannot store")
     if not 0 < header.nbytes <= MAX_PAGE_BYTES:
-        raise ValueError(f"the page has {header.nbytes} bytes, which is impossible")
+        raise ValueError(f"the page has {header.nbytes} bytes, which a slot cannot store")
     body = _ENTRY.pack(
         State.VALID,
         header.nbytes,
@@ -256,7 +256,7 @@ def parse_slot_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> S
     if len(entry) != ENTRY_BYTES or _own_digest(nonce, slot, entry[: _ENTRY.size]) != bytes(
         entry[_ENTRY.size :]
     ):
-        raise FormatError("the header of the slot is incomplete")
+        raise FormatError("the header of the slot is incomplete or damaged")
     state, nbytes, key_bytes, saved, digest, key = _ENTRY.unpack_from(entry)
     if (
         state != State.VALID
@@ -283,7 +283,7 @@ def parse_bundle_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) ->
     """
     body, own = entry[: _ENTRY.size], entry[_ENTRY.size :]
     if len(entry) != ENTRY_BYTES or _own_digest(nonce, slot, body) != own:
-        raise FormatError("the header of the slot is incomplete")
+        raise FormatError("the header of the slot is incomplete or damaged")
     state, note_bytes, key_bytes, saved, digest, counts = _ENTRY.unpack(body)
     pages, slots = _COUNTS.unpack_from(counts)
     if state not in (State.BUNDLE, State.PART) or key_bytes or not 0 < note_bytes <= slot_bytes:

@@ -97,7 +97,7 @@ def header_of(fd: int, size: int) -> FileHeader | None:
         return None
     header = parse_file_header(start)
     if size != header.size:
-        raise FormatError(f"it has {size} bytes instead of {header.size}")
+        raise FormatError(f"the file has {size} bytes instead of {header.size}")
     return header
 
 
@@ -118,7 +118,8 @@ def lock_file(path: Path, *, make: bool) -> int:
     if fd is None:
         owner = owner_in_words(read_owner(path, OWNER_AT, OWNER_BYTES))
         raise MemoryBusyError(
-            f"{path} is in use by {owner}: stop it, or set another {SETTING} for this engine"
+            f"{path} is in use by {owner}: stop that process, or set another {SETTING} "
+            "for this engine"
         )
     return fd
 
@@ -258,18 +259,18 @@ def _usable(fd: int, size: int, geometry: Geometry) -> FileHeader | None:
         FormatError: the file is unusable; the message says why.
     """
     if os.fstat(fd).st_uid != os.geteuid():
-        raise ForeignError("it belongs to another user")
+        raise ForeignError("the file belongs to another user")
     if not size:
         return None
     header = header_of(fd, size)
     if header is None:
-        raise FormatError("a process was killed while creating it")
+        raise FormatError("a process was killed while creating the file")
     there = header.geometry
     if there.contents != geometry.contents:
-        raise FormatError("its pages belong to another model or other settings")
+        raise FormatError("the pages in the file belong to another model or other settings")
     if there != geometry:
         raise FormatError(
-            f"it belongs to rank {there.rank} of {there.ranks} with {there.slots} slots of "
+            f"the file belongs to rank {there.rank} of {there.ranks} with {there.slots} slots of "
             f"{there.slot_bytes} bytes, but this is rank {geometry.rank} of {geometry.ranks} "
             f"with {geometry.slots} slots of {geometry.slot_bytes} bytes"
         )
@@ -305,7 +306,7 @@ def _map(path: Path, fd: int, size: int) -> mmap.mmap:
     """Map a whole file through a separate descriptor, with all its pages populated."""
     with opened(path, os.O_RDWR) as other:
         if not is_current(fd, path) or not os.path.samestat(os.fstat(fd), os.fstat(other)):
-            raise OSError(errno.ESTALE, "it has just been replaced", str(path))
+            raise OSError(errno.ESTALE, "the file has just been replaced", str(path))
         return mmap.mmap(other, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
@@ -313,8 +314,8 @@ def _no_room(path: Path, geometry: Geometry) -> ConfigError:
     free, wanted = RealFiles().free(path.parent), geometry.nbytes
     has = f"has space for {free / GIB:.2f} GiB" if free < wanted else "provides no more memory"
     return ConfigError(
-        f"{path.parent} {has}, and the CPU memory of rank {geometry.rank} takes "
+        f"{path.parent} {has}, but the CPU memory of rank {geometry.rank} needs "
         f"{wanted / GIB:.2f} GiB: lower TIERED_KV_CPU_GIB, make the file system larger (a "
-        "container's /dev/shm has 64 MiB: start it with --shm-size), or set another "
+        "container has 64 MiB of /dev/shm unless it is started with --shm-size), or set another "
         f"{SETTING}"
     )

@@ -216,7 +216,9 @@ def pack_note(note: BundleNote) -> bytes:
     parts = [_HEAD.pack(*head), *map(_SLOT.pack, note.slots), note.table]
     for page in note.pages:
         if not MIN_KEY_BYTES <= len(page.key) <= MAX_KEY_BYTES:
-            raise ValueError(f"the key has {len(page.key)} bytes, more than a bundle record allows")
+            raise ValueError(
+                f"the key has {len(page.key)} bytes, which a bundle record cannot store"
+            )
         one = page.record
         sizes = (len(page.key), one.plane_bytes, one.frame_bytes, one.offset, page.saved)
         parts.append(_RECORD.pack(*sizes, one.digest, page.key))
