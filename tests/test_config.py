@@ -190,7 +190,8 @@ def test_every_setting_that_is_on_or_off_can_be_turned_off_in_words(name: str) -
 def test_tracing_steps_requires_a_trace() -> None:
     sentence = refusal({"TIERED_KV_TRACE_STEPS": "1"})
     assert sentence == (
-        "TIERED_KV_TRACE_STEPS=1 needs a trace file: for example, TIERED_KV_TRACE=trace.jsonl."
+        "TIERED_KV_TRACE_STEPS=1 needs a trace file. Set one, for example "
+        "TIERED_KV_TRACE=trace.jsonl."
     )
 
 
@@ -235,7 +236,7 @@ def test_a_cpu_tier_that_does_not_fit_is_refused_with_a_size_that_does() -> None
         "2 of 2 ranks run on a machine with 8.0 GiB of memory, of which 1.0 GiB is available"
         in sentence
     )
-    assert sentence.endswith("Set at most 0.8.")
+    assert sentence.endswith("set at most 0.8.")
     check_cpu_size(TierConfig(cpu_gib=0.8), 2, 2, 8 * GIB, GIB)
 
 

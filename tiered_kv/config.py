@@ -203,12 +203,12 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         config = replace(config, admission="off")
     if config.cpu_keep and config.cpu_path is None:
         raise ConfigError(
-            f"{ENV_PREFIX}CPU_KEEP=1 needs a folder on tmpfs or hugetlbfs: for example, "
+            f"{ENV_PREFIX}CPU_KEEP=1 needs a folder on tmpfs or hugetlbfs. Set one, for example "
             f"{ENV_PREFIX}CPU_PATH=/dev/shm/tiered-kv."
         )
     if config.trace_steps and config.trace is None:
         raise ConfigError(
-            f"{ENV_PREFIX}TRACE_STEPS=1 needs a trace file: for example, "
+            f"{ENV_PREFIX}TRACE_STEPS=1 needs a trace file. Set one, for example "
             f"{ENV_PREFIX}TRACE=trace.jsonl."
         )
     if config.tier_names and config.cpu_gib == 0:
@@ -242,7 +242,7 @@ def check_cpu_size(
         raise ConfigError(
             f"{ENV_PREFIX}CPU_GIB={config.cpu_gib:g} does not fit: {local_ranks} of {ranks} ranks "
             f"run on a machine with {total_bytes / GIB:.1f} GiB of memory, of which "
-            f"{available_bytes / GIB:.1f} GiB is available. Set at most {fits:.1f}."
+            f"{available_bytes / GIB:.1f} GiB is available; set at most {fits:.1f}."
         )
 
 
@@ -294,7 +294,7 @@ def _name(given: Mapping[str, object], key: str, default: str) -> str:
     if not isinstance(raw, str) or not raw:
         name = ENV_PREFIX + key.upper()
         raise ConfigError(
-            f"{name}={raw!r} must be a non-empty string: for example, {name}={default}."
+            f"{name}={raw!r} is empty or not a string. Set a name, for example {name}={default}."
         )
     return raw
 

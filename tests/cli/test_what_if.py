@@ -57,7 +57,7 @@ def test_invalid_lines_are_named_and_set_the_exit_code(path: Path, tmp_path: Pat
     bad.write_text(path.read_text() + "nothing\n")
     result = run(bad, "--what-if", "stock")
     assert result.exit_code == 1
-    assert "it is not JSON" in result.stderr
+    assert "the line is not JSON" in result.stderr
 
 
 def test_mistakes_are_reported_in_one_sentence(path: Path, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_invalid_lines_are_counted_and_the_first_are_reported(path: Path) -> Non
     assert reader.bad_lines == 106
     assert len(reader.bad) == MOST_NAMED
     said = [str(one) for one in reader.bad[:5]]
-    assert said[0] == f"{path}, line 1: it is not JSON"
+    assert said[0] == f"{path}, line 1: the line is not JSON"
     assert said[3] == f"{path}, line 4: missing fields: turn, request, arrived"
     assert said[4] == f"{path}, line 5: 7 is not an object"
 

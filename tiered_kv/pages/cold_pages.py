@@ -124,7 +124,7 @@ class ColdPages:
         """
         bundle = self._bundles.get(first_slot)
         if bundle is None or bundle.state is COMPRESSED:
-            raise ValueError("a report arrived for a bundle that is not being compressed")
+            raise ValueError("a report arrived for a bundle that was not being compressed")
         if not kept or not bundle.keys:
             return tuple(bundle.keys), self.drop(bundle)
         bundle.state = COMPRESSED

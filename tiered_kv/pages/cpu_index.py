@@ -312,7 +312,7 @@ class PageIndex:
             self._reading += 1
             return slot
         if (place := self.cold.acquire(key)) is None:
-            raise KeyError(f"the page cannot be read, because its state is {self.state(key).value}")
+            raise KeyError(f"a page that is {self.state(key).value} cannot be read")
         return place
 
     def release(self, key: PageKey, place: int, *, used: bool = True) -> None:

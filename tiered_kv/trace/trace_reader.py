@@ -131,5 +131,5 @@ class TraceReader(RecordReader[TurnRecord]):
 
 def _reason(error: ValueError) -> str:
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return "it is not JSON"
+        return "the line is not JSON"
     return str(error)

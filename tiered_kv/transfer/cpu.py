@@ -94,7 +94,9 @@ class CpuTransfer(TransferBackend):
         failed = pages.failed
         if failed:
             logger.error(
-                "%s: %d pages have blocks or slots that do not exist", job.direction, len(failed)
+                "%s: %d pages are not copied, because their block or slot does not exist",
+                job.direction,
+                len(failed),
             )
         try:
             if len(pages):

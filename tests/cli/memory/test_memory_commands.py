@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_used_is_listed_with_the_reason(tmp_path: Path) ->
     (tmp_path / "1-0.slots").write_bytes(bytes(100))
     first, second = run_json("ls", tmp_path)["files"]
     assert "has 5000 bytes instead of" in first["unusable"]
-    assert second["unusable"] == "its creation was not completed"
+    assert second["unusable"] == "the creation of the file was not completed"
     assert "instead of" in run("ls", tmp_path)
 
 

@@ -207,7 +207,7 @@ class CudaTransfer(TransferBackend):
         pages = sort_out(job, self._num_blocks[job.group], self._num_slots)
         if pages.failed:
             logger.error(
-                "%s: %d pages have blocks or slots that do not exist",
+                "%s: %d pages are not copied, because their block or slot does not exist",
                 job.direction,
                 len(pages.failed),
             )

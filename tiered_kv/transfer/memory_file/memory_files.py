@@ -100,7 +100,9 @@ def _describe(path: Path) -> MemoryFile:
         except FormatError as error:
             return MemoryFile(path, size, locked, owner, None, str(error))
         if header is None:
-            return MemoryFile(path, size, locked, owner, None, "its creation was not completed")
+            return MemoryFile(
+                path, size, locked, owner, None, "the creation of the file was not completed"
+            )
         geometry = header.geometry
         blocks = np.zeros(geometry.slots_at - BLOCK, np.uint8)
         read_exactly(RealFiles(), fd, [blocks.data], BLOCK)
