@@ -110,7 +110,8 @@ def _write_cache(cache: Path, entries: dict[str, list[object]]) -> None:
         os.close(replace_file(cache, json.dumps(entries).encode(), durable=False))
     except OSError as error:
         logger.info(
-            "the digest cache %s cannot be written, so its files are hashed again at the next "
+            "the digest cache %s cannot be written, so the weight files are hashed again at the "
+            "next "
             "start: %s",
             cache,
             error,

@@ -164,7 +164,7 @@ def find_snapshot(root: Path, name: str) -> Path:
             return folder
         if file.is_file() and not file.is_symlink():
             return file
-    raise SnapshotError(f"there is no snapshot {name} in {root}: check its name")
+    raise SnapshotError(f"there is no snapshot {name} in {root}: check the name")
 
 
 def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> dict[str, int]:

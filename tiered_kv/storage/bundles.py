@@ -203,7 +203,7 @@ class Bundles:
         try:
             found.decode(out)
         except Exception:  # codecs may raise anything; other pages must not be affected
-            logger.exception("a page in CPU memory cannot be decoded")
+            logger.exception("a compressed page in CPU memory cannot be decoded")
             return False
         return True
 

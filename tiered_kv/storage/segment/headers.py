@@ -227,7 +227,7 @@ def parse_footer(segment: SegmentHeader, footer: bytes | memoryview) -> list[Foo
         FormatError: the bytes are damaged.
     """
     if len(footer) < TRAILER_BYTES:
-        raise FormatError("the file is shorter than a trailer")
+        raise FormatError("the footer is shorter than a trailer")
     _, _, offset, count, key_bytes, digest = TRAILER.unpack_from(
         footer, len(footer) - TRAILER_BYTES
     )

@@ -99,7 +99,7 @@ def html_of(page: Page) -> Iterator[str]:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise PlotlyMissing(
-            "the report's charts need plotly: pip install 'tiered-kv[report]'"
+            "the report's charts need plotly: install it with pip install 'tiered-kv[report]'"
         ) from None
     library: str = get_plotlyjs()
     scripts = " ".join(f"'sha256-{_digest(script)}'" for script in (library, DRAW))

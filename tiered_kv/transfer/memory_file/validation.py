@@ -61,7 +61,9 @@ class Validation:
             try:
                 self._memory.hash_and_validate(page, ticket)
             except Exception:  # one page that cannot be validated must not stop the others
-                logger.exception("a page in CPU memory cannot be validated")
+                logger.exception(
+                    "a page in CPU memory cannot be validated, so the next engine will not find it"
+                )
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until every queued page is hashed or skipped. Returns False on timeout."""
