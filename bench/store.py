@@ -203,7 +203,7 @@ class Device:
             for offset in range(thread * block, len(memory), threads * block):
                 piece = memory[offset : offset + block]
                 if call(fd, piece, offset) != len(piece):
-                    raise OSError("the disk moved less than was requested")
+                    raise OSError("the disk transferred fewer bytes than requested")
 
         began = time.perf_counter()
         list(self._threads.map(work, range(threads)))

@@ -207,7 +207,7 @@ class CudaSide(CpuSide):
         """
         pool = CpuPool(pinned(AnonymousMemory(slots * page_bytes)), page_bytes)
         if not pool.pinned:
-            raise RuntimeError("memory cannot be pinned: raise the memlock limit")
+            raise RuntimeError("memory cannot be pinned: raise the memlock limit (ulimit -l)")
         return pool
 
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:

@@ -140,7 +140,7 @@ def bench(
         raise typer.BadParameter("at least one server address is required", param_hint="--url")
     if len(name) > len(url):
         raise typer.BadParameter(
-            f"{count(len(name), 'name')}, but {count(len(url), 'server')}", param_hint="--name"
+            f"{count(len(name), 'name')} for {count(len(url), 'server')}", param_hint="--name"
         )
     if bool(jps) == bool(sessions):
         raise typer.BadParameter("use either --jps or --sessions", param_hint="--jps")
@@ -324,7 +324,7 @@ def _runs(folder: Path) -> list[Run]:
         return sorted(runs, key=lambda run: (level_of(run.load), run.round, run.server))
     except ValueError as error:
         raise RunFileError(
-            f"{folder} contains runs that are not of tiered-kv bench: {error}"
+            f"{folder} contains runs that `tiered-kv bench` did not write: {error}"
         ) from error
 
 
