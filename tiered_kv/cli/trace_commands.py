@@ -75,7 +75,10 @@ def analyze_command(
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="Policy that wrote the trace. Needed with --what-if if it is a module:Class.",
+            help=(
+                "Policy that was in use when the trace was written. Required with --what-if if "
+                "that policy was given as module:Class."
+            ),
         ),
     ] = None,
     job_order: Annotated[
