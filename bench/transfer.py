@@ -357,7 +357,10 @@ def main(
         bool, typer.Option("--cpu", help="Use the CPU backend, even with a GPU.")
     ] = False,
     by: Annotated[
-        Literal["faster", "staged", "runs"], typer.Option(help="How pages are copied on a GPU.")
+        Literal["faster", "staged", "runs"],
+        typer.Option(
+            help="Copy method on a GPU: through a buffer, one copy per run, or the faster one."
+        ),
     ] = "faster",
     as_json: AsJson = False,
 ) -> None:

@@ -260,7 +260,7 @@ def main(
     tokens: Tokens = 3000,
     rounds: Annotated[
         int | None,
-        typer.Option(min=0, help="Rounds per placement. Defaults to 3, with --router to 8."),
+        typer.Option(min=0, help="Rounds per placement. Defaults to 3, or to 8 with --router."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random placement.")] = 0,
     trouble: Annotated[

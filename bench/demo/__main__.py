@@ -186,7 +186,7 @@ def main(
         print(comparison.table(), "", sep="\n")
         for note in comparison.notes():
             print(f"- {note}")
-        print(f"- logs and trace in {shown(out)}; {time.perf_counter() - began:.0f} s in all")
+        print(f"- logs and trace: {shown(out)}; total time: {time.perf_counter() - began:.0f} s")
         print("", comparison.summary(), sep="\n")
         return 0
 

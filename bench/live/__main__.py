@@ -124,7 +124,7 @@ def bench(
         bool, typer.Option("--plain", help="Send only fields of OpenAI's own API.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="Model name. Defaults to the servers' only model.")
+        str | None, typer.Option(help="Model name. Defaults to each server's first model.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of jobs and arrivals.")] = 0,
     resume: Annotated[
@@ -230,7 +230,7 @@ def compare(
 def draw(
     folders: Annotated[list[Path], typer.Argument(help="Run folders.")],
     to: Annotated[
-        Path | None, typer.Option(help="Output folder. Defaults to the first run folder.")
+        Path | None, typer.Option(help="Folder for the figures. Defaults to the first run folder.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:

@@ -256,9 +256,8 @@ def assumptions(plan: Plan) -> list[str]:
         f"Restores from CPU memory: {plan.link / GB:,.0f} GB/s over PCIe.",
         f"VRAM: {setup.utilization:g} of {size(gpu.memory)}, less weights and "
         f"{RESERVED_BYTES / GB:g} GB for activations, on each GPU.",
-        "Break-even gaps: each tier is assumed to be full, and occupying all of it for a second is "
-        "assumed to cost a second of GPU time, which is what VRAM costs the connector in a "
-        "shortage.",
+        "Break-even gaps: each tier is assumed to be full, and occupying all of it for a second to "
+        "cost a second of GPU time. The connector assumes the same of VRAM when VRAM is short.",
     ]
     if setup.ssd_gib > 0:
         found[2:2] = [
