@@ -526,7 +526,7 @@ class HintActions:
             reason = "Retention needs KV in CPU memory, and TIERED_KV_EVICTION=worth."
             raise _Refused(Outcome.REJECTED, reason)
         if not found.pages:
-            raise _Refused(Outcome.MISSING, "The engine knows no pages of this job.")
+            raise _Refused(Outcome.MISSING, "The engine has no record of this job's pages.")
         ttl_s, clipped = _ttl(hint, LONGEST_RETENTION_S)
         key = _retention(found)
         old = self.retained.get(key)

@@ -25,7 +25,7 @@ def check_version(version: str) -> None:
     """
     found = parse_version(version)
     if found is None:
-        logger.warning("the vLLM version %r cannot be parsed, and is not checked", version)
+        logger.warning("vLLM version %r cannot be parsed, so compatibility is not checked", version)
         return
     if found < OLDEST:
         raise UnsupportedError(

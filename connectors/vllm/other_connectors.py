@@ -69,9 +69,9 @@ def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]]
         )
     if getattr(whole, "kv_load_failure_policy", "fail") != "recompute":
         raise UnsupportedError(
-            "by default vLLM fails a request if a page cannot be restored, and it reads this "
-            f'setting only for {outer}: add "kv_load_failure_policy":"recompute" next to '
-            f'"kv_connector":"{outer}".'
+            "by default vLLM fails a request if a page cannot be restored, and it reads "
+            f'kv_load_failure_policy only for {outer}: add "kv_load_failure_policy":"recompute" '
+            f'next to "kv_connector":"{outer}".'
         )
 
 

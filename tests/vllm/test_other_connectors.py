@@ -73,7 +73,7 @@ def inside(*others: Config, last: bool = False, **outer: Any) -> Callable[[Confi
         ),
         (
             lambda last: inside(other("Producer"), last=last, kv_load_failure_policy="fail"),
-            "it reads this setting only for MultiConnector",
+            "it reads kv_load_failure_policy only for MultiConnector",
             'add "kv_load_failure_policy":"recompute" next to "kv_connector":"MultiConnector".',
         ),
         (

@@ -287,7 +287,8 @@ def plan_command(
     gpu: Annotated[str, typer.Option(metavar="NAME", help=f"GPU type: {', '.join(GPUS)}.")],
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs (tensor parallel).")] = 1,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent jobs, running or waiting for a tool.")
+        int | None,
+        typer.Option(min=1, help="Number of concurrent jobs, running or waiting for a tool."),
     ] = None,
     context: Annotated[
         int | None,
@@ -301,7 +302,7 @@ def plan_command(
         float | None,
         typer.Option(
             min=0,
-            help=f"CPU memory for KV, GiB. Defaults to what --jobs need, or else to {CPU_GIB:g}.",
+            help=f"CPU memory for KV, GiB. Defaults to {CPU_GIB:g}, or with --jobs to what they need.",
         ),
     ] = None,
     ssd_gib: Annotated[float, typer.Option(min=0, help="SSD space for KV, GiB.")] = 0.0,

@@ -226,7 +226,7 @@ def export_command(
         typer.Option("--perfetto", help="Write events for ui.perfetto.dev and chrome://tracing."),
     ] = False,
     continuum: Annotated[
-        bool, typer.Option("--continuum", help="Write Continuum's scheduler_timestamps.")
+        bool, typer.Option("--continuum", help="Write scheduler_timestamps, as Continuum does.")
     ] = False,
     out: Annotated[
         Path | None,

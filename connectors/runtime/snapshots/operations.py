@@ -154,7 +154,7 @@ class Operations:
         try:
             operation.steps.close()
         except Exception:
-            logger.exception("cleaning up after a snapshot operation failed")
+            logger.exception("the cleanup of a snapshot operation failed")
 
     def end_all(self, why: str) -> None:
         """Fail every unfinished operation."""
