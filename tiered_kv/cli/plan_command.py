@@ -302,7 +302,7 @@ def plan_command(
         float | None,
         typer.Option(
             min=0,
-            help=f"CPU memory for KV, GiB. Defaults to {CPU_GIB:g}, or with --jobs to what they need.",
+            help=f"CPU memory for KV, GiB. Defaults to the need of all --jobs, or to {CPU_GIB:g}.",
         ),
     ] = None,
     ssd_gib: Annotated[float, typer.Option(min=0, help="SSD space for KV, GiB.")] = 0.0,
