@@ -65,7 +65,10 @@ def saved_pages(running: Engine, prompt: list[int]) -> Pages:
     running.settle()
     pages = [slot.copy() for slot in slots[slots.any(axis=1) & ~before]]
     if len(pages) != len(prompt) // PAGE_TOKENS:
-        raise RuntimeError(f"a prompt of {len(prompt)} tokens saved {len(pages)} pages")
+        raise RuntimeError(
+            f"a prompt of {len(prompt)} tokens saved {len(pages)} pages, not one per {PAGE_TOKENS} "
+            "tokens"
+        )
     return pages
 
 

@@ -133,7 +133,7 @@ def measure(model: Path, tokens: int, tick: Tick) -> dict[str, Any]:
             for env in (RAW, {})
         )
         if not cold["decode_rate"]:
-            raise RuntimeError("the server compresses nothing; its log has the reason")
+            raise RuntimeError("the server did not compress its pages in CPU memory")
         with served(options_of(model, tokens, HOT + 1, RAW), Path(name)) as (_, client):
             prompts = texts(client, HOT, tokens) * ROUNDS * 2
             hot_s = statistics.median(send(client, prompts, tick, "with space for all")[HOT:])

@@ -97,7 +97,7 @@ def _read(path: Path) -> Iterable[Session]:
     for needed, sessions_of in _KINDS:
         if rows and needed <= rows[0].keys():
             return sessions_of(rows)
-    raise ValueError(f"{path} has an unknown format")
+    raise ValueError(f"{path} has none of the known formats")
 
 
 def _as_it_is(row: Row) -> Row:

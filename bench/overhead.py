@@ -136,7 +136,7 @@ def decode_step(model: Path, rounds: int, tick: Tick) -> Times:
             tick("decode rounds")
         saved = running.half.counters.totals["pages_saved"]
         if saved < rounds * 8 * (DECODE_TOKENS // 32):
-            raise RuntimeError(f"only {saved} pages were saved: nothing was measured")
+            raise RuntimeError(f"only {saved} pages were saved, too few to measure their cost")
     return times
 
 

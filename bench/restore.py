@@ -170,7 +170,7 @@ def settled(client: httpx.Client, *names: str, polls: int = 5) -> list[int]:
             return now
         before = now
         time.sleep(POLL_S)
-    raise TimeoutError(f"{' and '.join(names)} did not settle within {SETTLE_S:g} s")
+    raise TimeoutError(f"the counters {', '.join(names)} did not settle within {SETTLE_S:g} s")
 
 
 # -- the servers ---------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str,
                 elif SOURCES[kind] == SSD and is_from(answer, COMPUTED):
                     computed += 1
                 else:
-                    raise RuntimeError(f"a {kind} request came from elsewhere: {answer.sources}")
+                    raise RuntimeError(f"a {kind} request had other sources: {answer.sources}")
 
     each, load = context_gib(model, tokens), ("--load-format", load_format)
     everything = f"{1.25 * (CONTEXTS + FIRST) * each:.4f}"

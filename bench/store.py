@@ -203,7 +203,7 @@ class Device:
             for offset in range(thread * block, len(memory), threads * block):
                 piece = memory[offset : offset + block]
                 if call(fd, piece, offset) != len(piece):
-                    raise OSError("the disk moved less than was requested")
+                    raise OSError("the disk transferred fewer bytes than requested")
 
         began = time.perf_counter()
         list(self._threads.map(work, range(threads)))
@@ -379,7 +379,7 @@ def measure(folder: Path, mib: int, page_kib: int, threads: int, tick: Tick) -> 
 
 def main(
     folder: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path(),
-    mib: Annotated[int, typer.Option(help="Size of the pages to write, MiB.")] = 2560,
+    mib: Annotated[int, typer.Option(help="Total size of the pages to write, MiB.")] = 2560,
     page_kib: Annotated[int, typer.Option(help="Size of a page, KiB.")] = 512,
     threads: Annotated[
         int | None,

@@ -207,7 +207,7 @@ class CudaSide(CpuSide):
         """
         pool = CpuPool(pinned(AnonymousMemory(slots * page_bytes)), page_bytes)
         if not pool.pinned:
-            raise RuntimeError("memory cannot be pinned: raise the memlock limit")
+            raise RuntimeError("memory cannot be pinned: raise the memlock limit (ulimit -l)")
         return pool
 
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
@@ -357,7 +357,10 @@ def main(
         bool, typer.Option("--cpu", help="Use the CPU backend, even with a GPU.")
     ] = False,
     by: Annotated[
-        Literal["faster", "staged", "runs"], typer.Option(help="How pages are copied on a GPU.")
+        Literal["faster", "staged", "runs"],
+        typer.Option(
+            help="Copy method on a GPU: through a buffer, one copy per run, or the faster one."
+        ),
     ] = "faster",
     as_json: AsJson = False,
 ) -> None:

@@ -8,9 +8,9 @@ OLDEST = (0, 30)
 NEWEST_TESTED = (0, 33)
 
 SPECULATED_STATES = (
-    "vLLM's own output can be wrong then, with any connector or none (vllm-project/vllm#53912): "
-    "remove --speculative-config. To keep it, remove --kv-transfer-config and add "
-    "--no-enable-prefix-caching."
+    "vLLM's own output can then be wrong, with or without a connector (vllm-project/vllm#53912): "
+    "remove --speculative-config. To keep speculative decoding, remove --kv-transfer-config and "
+    "add --no-enable-prefix-caching."
 )
 """Advice on speculative decoding with prefix caching of states (Mamba, linear attention)."""
 

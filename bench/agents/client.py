@@ -259,7 +259,8 @@ def ask_over(
         return reading.answer()
     with http.stream("POST", "/v1/completions", json=body, headers=ask.headers) as stream:
         if stream.is_error:
-            raise AnswerError(f"{stream.status_code}: {stream.read().decode(errors='replace')}")
+            text = stream.read().decode(errors="replace")
+            raise AnswerError(f"the server answered with status {stream.status_code}: {text}")
         for line in stream.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -322,9 +323,9 @@ class Reading:
         if usage is None or not usage.completion_tokens:
             raise AnswerError("the answer has no usage: the server does not report token counts")
         if self._ask.is_ids and not self.tokens:
-            raise AnswerError("the answer has no token ids")
+            raise AnswerError("the answer has no token ids: the server ignored return_token_ids")
         if self._ask.forced is not None and self.tokens != list(self._ask.forced):
-            raise AnswerError("the server did not answer with the forced tokens")
+            raise AnswerError("the answer differs from the forced tokens")
         details = usage.prompt_tokens_details
         return Answer(
             sent_at=self._sent_at,

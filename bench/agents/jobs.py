@@ -157,9 +157,9 @@ def mini_swe_jobs(
     }
     if not recorded:
         raise ValueError(
-            f"no session of {path.name} can be played: {len(short)} lack {turns} answered turns "
-            f"that continue each other, {too_long} grow to more than {longest} tokens, and "
-            f"{record.nulls.sessions} have nulls"
+            f"no session of {path.name} can be played. Sessions with fewer than {turns} "
+            f"consecutive answered turns: {len(short)}; with more than {longest} tokens: "
+            f"{too_long}; with nulls: {record.nulls.sessions}"
         )
     jobs = recorded[:count]
     for number in range(len(recorded), count):

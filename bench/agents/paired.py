@@ -45,7 +45,7 @@ class PairedRatio:
         """
         logs = [math.log(one / other) for one, other in zip(ours, theirs, strict=True)]
         if not logs:
-            raise ValueError("there is no pair")
+            raise ValueError("there are no pairs")
         count = len(logs)
         mean = math.fsum(logs) / count
         if count == 1:

@@ -29,7 +29,7 @@ def matplotlib_modules() -> tuple[Any, Any]:
     try:
         return importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise PlotError("matplotlib is not installed: pip install matplotlib") from error
+        raise PlotError("matplotlib is not installed: run pip install matplotlib") from error
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -237,6 +237,7 @@ def check_times(path: Path, unit: str, pairs: Iterable[tuple[float, float]]) -> 
     no_gap = all(apart_s < tokens / DECODE_TOKENS_PER_S for apart_s, tokens in found)
     if len(found) >= FEWEST_PAIRS and some_s > 0 and no_gap:
         raise RecordingError(
-            f"{path} has no gaps between turns: each of {len(found)} requests is followed within "
-            f"{some_s:.3g} s, before its answer can have ended. Its times must be in {unit}."
+            f"{path} has no gaps between turns: each of {len(found)} requests is followed by the "
+            f"next within {some_s:.3g} s, before its answer can have ended. Convert the times to "
+            f"{unit}."
         )

@@ -87,8 +87,8 @@ def read_recording(path: Path) -> Recording:
     sessions = sorted(filter(None, found), key=lambda turns: turns[0].at)
     if not sessions:
         raise RecordingError(
-            f"no session in {path} is usable: each has a null id, a null timestamp, or a null text "
-            "in its first turn"
+            f"no session in {path} is usable: every session has a null id, or its first turn has a "
+            "null timestamp or text"
         )
     apart = (
         ((later.at - turn.at) / 1e6, len(turn.answer) / CHARACTERS_PER_TOKEN)

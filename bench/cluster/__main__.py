@@ -260,7 +260,7 @@ def main(
     tokens: Tokens = 3000,
     rounds: Annotated[
         int | None,
-        typer.Option(min=0, help="Rounds per placement. Defaults to 3, with --router to 8."),
+        typer.Option(min=0, help="Rounds per placement. Defaults to 3, or to 8 with --router."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random placement.")] = 0,
     trouble: Annotated[
@@ -288,7 +288,9 @@ def main(
 ) -> None:
     """Measure jobs that move between replicas."""
     if behind_router and (trouble or fault or ranks or folder or valkey_cluster):
-        raise typer.BadParameter("--router excludes the options that select another measurement")
+        raise typer.BadParameter(
+            "--router cannot be combined with options that select another measurement"
+        )
     if behind_router:
         with (
             tempfile.TemporaryDirectory() as name,
@@ -300,7 +302,9 @@ def main(
     if folder and trouble:
         raise typer.BadParameter("--faults needs the Valkey server: leave out --folder")
     if valkey_cluster and (trouble or ranks or folder):
-        raise typer.BadParameter("--valkey-cluster excludes --faults, --ranks and --folder")
+        raise typer.BadParameter(
+            "--valkey-cluster cannot be combined with --faults, --ranks or --folder"
+        )
     if fault and not trouble:
         raise typer.BadParameter("--fault needs --faults")
     if unknown := set(fault) - faults.FAULTS.keys():

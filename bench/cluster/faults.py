@@ -283,4 +283,4 @@ def mend(
         if time.monotonic() - began > RECOVERY_S:
             break
         time.sleep(1.0)
-    raise TimeoutError("the store works again, but the replica does not read from it")
+    raise TimeoutError("the store is available again, but the replica does not read from it")

@@ -77,7 +77,7 @@ def with_all_sources(kept: Kept, trace: Path) -> Kept:
             if sum(turn.sources.values()) != turn.prompt_tokens:
                 raise DemoError(
                     f"turn {turn.turn} of {job.name} had {turn.prompt_tokens} prompt tokens, but "
-                    f"{dict(turn.sources)} in the trace {shown(trace)}"
+                    f"the trace {shown(trace)} reports {dict(turn.sources)}"
                 )
     return replace(kept, run=run)
 
@@ -186,7 +186,7 @@ def main(
         print(comparison.table(), "", sep="\n")
         for note in comparison.notes():
             print(f"- {note}")
-        print(f"- logs and trace in {shown(out)}; {time.perf_counter() - began:.0f} s in all")
+        print(f"- logs and trace: {shown(out)}; total time: {time.perf_counter() - began:.0f} s")
         print("", comparison.summary(), sep="\n")
         return 0
 

@@ -240,7 +240,7 @@ class Decoding:
                 }
                 with client.stream("POST", "/v1/completions", json=body) as answer:
                     if answer.is_error:
-                        raise RuntimeError(f"an answer failed: {answer.read().decode()}")
+                        raise RuntimeError(f"a request failed: {answer.read().decode()}")
                     for line in answer.iter_lines():
                         if line.startswith("data: {"):
                             times.append(time.perf_counter())
@@ -256,7 +256,7 @@ class Decoding:
             if began <= one and other <= ended
         ]
         if not times:
-            raise RuntimeError("no token was decoded in a period: use more calls")
+            raise RuntimeError("no tokens were decoded during the calls: set more --calls")
         return 1e3 * float(np.quantile(times, 0.95))
 
 
@@ -313,7 +313,7 @@ def measure(
     server.settle()
     by_hash = server.hint("prefetch", SALT, block_hashes=[one.hex() for one in victims[0].hashes])
     if by_hash["outcome"] != Outcome.ACCEPTED:
-        raise RuntimeError(f"the hashes of a context are not those of the engine: {by_hash}")
+        raise RuntimeError(f"the engine did not find a context by its block hashes: {by_hash}")
     bodies, before, held = hostile(victims), rows(server), held_by(running.pid or 0)
     decoding, each = Decoding(running.url), max(1, calls // rounds)
     results = {path: Counter[str]() for path in (HINTS, NOTHING)}

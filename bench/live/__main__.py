@@ -124,7 +124,7 @@ def bench(
         bool, typer.Option("--plain", help="Send only fields of OpenAI's own API.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="Model name. Defaults to the servers' only model.")
+        str | None, typer.Option(help="Model name. Defaults to each server's first model.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of jobs and arrivals.")] = 0,
     resume: Annotated[
@@ -140,7 +140,7 @@ def bench(
         raise typer.BadParameter("at least one server address is required", param_hint="--url")
     if len(name) > len(url):
         raise typer.BadParameter(
-            f"{count(len(name), 'name')}, but {count(len(url), 'server')}", param_hint="--name"
+            f"{count(len(name), 'name')} for {count(len(url), 'server')}", param_hint="--name"
         )
     if bool(jps) == bool(sessions):
         raise typer.BadParameter("use either --jps or --sessions", param_hint="--jps")
@@ -230,7 +230,7 @@ def compare(
 def draw(
     folders: Annotated[list[Path], typer.Argument(help="Run folders.")],
     to: Annotated[
-        Path | None, typer.Option(help="Output folder. Defaults to the first run folder.")
+        Path | None, typer.Option(help="Folder for the figures. Defaults to the first run folder.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -324,7 +324,7 @@ def _runs(folder: Path) -> list[Run]:
         return sorted(runs, key=lambda run: (level_of(run.load), run.round, run.server))
     except ValueError as error:
         raise RunFileError(
-            f"{folder} contains runs that are not of tiered-kv bench: {error}"
+            f"{folder} contains runs that `tiered-kv bench` did not write: {error}"
         ) from error
 
 

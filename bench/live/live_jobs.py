@@ -83,11 +83,10 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
         if key in first:
             return _of(reader(path), whole=True)
     raise RecordingError(
-        f"{path} has an unknown format: neither that of LMCache's agent traces "
-        f"({', '.join(sorted(FIELDS))}), nor of Mooncake's or Bailian's (hash_ids, timestamp, "
-        "input_length, output_length), nor of kv-cache-tester's (id, requests), nor TraceLab's CSV "
-        f"({', '.join(COLUMNS)}). It has "
-        f"{names(first)}: rename its fields"
+        f"{path} has an unknown format. Rename its fields ({names(first)}) to those of LMCache's "
+        f"agent traces ({', '.join(sorted(FIELDS))}), of Mooncake's or Bailian's traces (hash_ids, "
+        "timestamp, input_length, output_length), of kv-cache-tester's traces (id, requests), or "
+        f"of TraceLab's CSV files ({', '.join(COLUMNS)})"
     )
 
 
@@ -118,7 +117,7 @@ def fitting(
     if not made:
         raise ValueError(
             f"no job of {jobs.name} fits: the first turns need more than {most_tokens} tokens; "
-            "use --scale below 1, or serve a longer context"
+            "set --scale below 1, or serve a longer context"
         )
     left_out = {**jobs.left_out, **({CUT: cut} if cut.sessions else {})}
     return replace(jobs, jobs=tuple(made), unit=Unit.TOKENS, left_out=left_out)

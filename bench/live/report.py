@@ -211,5 +211,5 @@ def plot_sweeps(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
             label(rate, {"title": "tokens per second, prompts and answers", "xlabel": axis})
         paths += written
     if not paths:
-        raise PlotError("there are no runs to draw")
+        raise PlotError("the folder contains no runs to draw")
     return paths

@@ -107,13 +107,13 @@ class Target:
                     advice = (
                         ""
                         if self.plain
-                        else "; try --plain, which sends only fields of OpenAI's API"
+                        else "; try --plain, which sends only the fields of OpenAI's API"
                     )
                     raise LiveError(f"{self.url}, {self.api.value}: {done.error}{advice}")
                 counts.append(done.turns[0].prompt_tokens)
         a_word = (counts[1] - counts[0]) / (many - few)
         if a_word <= 0:
-            raise LiveError(f"{self.url} counts {counts[1]} tokens for {many} words")
+            raise LiveError(f"{self.url} reports only {counts[1]} prompt tokens for {many} words")
         a_message = max(0.0, counts[0] - few * a_word)
         a_character = (counts[2] - a_message) / len(sample) if sample else 0.0
         return Sizes(1 / a_word, a_message, a_character)
@@ -147,7 +147,8 @@ def served(base_url: str, wanted: str | None, api_key: str) -> tuple[str, int | 
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LiveError(f"{base_url}/v1/models is not a list of models") from error
     if not models or (wanted is not None and wanted not in models):
-        raise LiveError(f"{base_url} serves {', '.join(models) or 'nothing'}, not {wanted}")
+        other = "" if wanted is None else f", not {wanted}"
+        raise LiveError(f"{base_url} serves {', '.join(models) or 'no model'}{other}")
     name = wanted or next(iter(models))
     longest = models[name]
     return name, longest if isinstance(longest, int) and longest > 0 else None

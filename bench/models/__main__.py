@@ -62,7 +62,7 @@ def measure(models: Sequence[TinyModel], logs: Path, timeout_s: float) -> dict[s
 
 def main(
     only: Annotated[
-        list[str] | None, typer.Option(help="Measure only this model. Repeat for several.")
+        list[str] | None, typer.Option(help="Measure only this model. Repeat to measure several.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit per model, seconds.")] = 600.0,
     logs: Annotated[Path | None, typer.Option(help="Folder for logs.")] = None,

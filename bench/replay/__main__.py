@@ -98,7 +98,8 @@ def ab(
     ] = False,
     model: Model = None,
     policy: Annotated[
-        list[str], typer.Option(callback=check_policies, help=f"Also run this policy: {KNOWN}.")
+        list[str],
+        typer.Option(callback=check_policies, help=f"Also run this policy: {KNOWN}. Repeatable."),
     ] = [],  # noqa: B006 - typer only reads it
     ssd: Annotated[
         bool, typer.Option("--ssd", help="Also run tiered-kv with an SSD tier.")
@@ -116,7 +117,9 @@ def ab(
     seed: Annotated[int, typer.Option(help="Random seed of jobs and arrivals.")] = 0,
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Rounds of each load except idle. Defaults to the preset's."),
+        typer.Option(
+            min=1, help="Rounds of each load except idle. Defaults to the preset's value."
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the runs in --out.")
@@ -159,7 +162,7 @@ def ab(
 @finished
 def draw(
     to: Annotated[
-        Path | None, typer.Option(help="Output folder. Defaults to the run folder.")
+        Path | None, typer.Option(help="Folder for the figures. Defaults to the run folder.")
     ] = None,
     out: Out = OUT,
     as_json: AsJson = False,

@@ -267,7 +267,7 @@ def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
         PlotError: matplotlib is not installed, or there are no rows.
     """
     if not rows:
-        raise PlotError("there are no runs to draw")
+        raise PlotError("the folder contains no runs to draw")
     loads = list(dict.fromkeys(one["load"] for one in rows))
     load = PRESSURE if PRESSURE in loads else next((x for x in loads if x != IDLE), loads[0])
     style = looks(one["server"] for one in rows)

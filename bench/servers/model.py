@@ -89,7 +89,7 @@ def find_gguf() -> Path:
         raise ModelError(f"the module {MODULE} of {PACKAGE} is missing: reinstall it")
     found = sorted(Path(spec.origin).parent.rglob("*.gguf"))
     if not found:
-        raise ModelError(f"{PACKAGE} has no GGUF file in {Path(spec.origin).parent}")
+        raise ModelError(f"{PACKAGE} has no GGUF file in {Path(spec.origin).parent}: reinstall it")
     return found[0]
 
 

@@ -191,7 +191,7 @@ class Service(ABC):
         deadline = time.monotonic() + most_s
         while group_members(pid):
             if time.monotonic() > deadline:
-                raise self.failed("the server does not exit")
+                raise self.failed(f"the server did not exit within {most_s:g} s.")
             time.sleep(POLL_S)
 
     def log_text(self) -> str:

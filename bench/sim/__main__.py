@@ -101,7 +101,10 @@ def sweep(
         str, typer.Option(help=f"Comma-separated list of {POLICY_NAMES}.")
     ] = ",".join(catalogue.WITHOUT_OFFLOAD + catalogue.WITH_OFFLOAD),
     loads: Annotated[
-        str, typer.Option(help="Load, as a fraction of the load at which FCFS collapses.")
+        str,
+        typer.Option(
+            help="Comma-separated loads, as fractions of the load at which FCFS collapses."
+        ),
     ] = ",".join(map(str, catalogue.LOADS)),
     seeds: Annotated[
         int, typer.Option(help="Runs per server and load, each with its own seed.")
@@ -176,7 +179,7 @@ def study(
     processes: Processes = CORES,
     out: Out = OUT,
     to: Annotated[
-        Path | None, typer.Option(help="Output folder. Defaults to the run folder.")
+        Path | None, typer.Option(help="Folder for the figures. Defaults to the run folder.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -200,7 +203,7 @@ def run(
     traces: Traces = TRACES,
     as_json: AsJson = False,
 ) -> None:
-    """Run one server once, in this process."""
+    """Simulate a single run of one server, in this process."""
     with only_result_on_stdout():
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
         place = Place(gpu, model, ranks, None, cpu_gib, ssd_gib)
@@ -231,7 +234,7 @@ def validate(
 def draw(
     to: Annotated[
         Path | None,
-        typer.Option(help="Output folder. Defaults to the run folder."),
+        typer.Option(help="Folder for the figures. Defaults to the run folder."),
     ] = None,
     out: Out = OUT,
     as_json: AsJson = False,
@@ -274,7 +277,7 @@ def carry_out(
         return
     print(report(result), *paths, sep="\n" if paths else "")
     if "scenes" in result:
-        print(f"runs in {out}; draw them with: python -m bench.sim plot --out {out}")
+        print(f"The runs are in {out}. To draw them: python -m bench.sim plot --out {out}")
 
 
 def _tell(what: str) -> None:

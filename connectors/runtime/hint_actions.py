@@ -80,7 +80,7 @@ AGAIN_S = 0.25
 LEAST_REST_S = 0.05
 """Shortest forecast of the rest of a gap, seconds."""
 
-_NOT_FOUND = "There is no such job, and there are no such pages."
+_NOT_FOUND = "The job or the pages were not found."
 _AT_TURN_END = (Intent.RETAIN, Intent.PIN, Intent.DEMOTE, Intent.RELEASE)
 
 Carrying: TypeAlias = Generator[bool, None, HintResult]
@@ -236,7 +236,8 @@ class HintActions:
         report: Callable[[HintResult], None],
     ) -> HintResult:
         if self._observes:
-            raise _Refused(Outcome.REJECTED, "In observe mode no KV is moved.")
+            reason = "In observe mode hints move no KV: unset TIERED_KV_MODE."
+            raise _Refused(Outcome.REJECTED, reason)
         job = self._job_of(scope, hint.target, turn)
         if job is None or not job.running or hint.intent not in _AT_TURN_END:
             finding = self._find(scope, hint, job, turn)
@@ -244,11 +245,13 @@ class HintActions:
         at_end = self._manager.at_end
         waiting = at_end.get(job.key, [])
         if len(waiting) >= MOST_OF_A_JOB or len(at_end) >= MOST_HINTS:
-            raise _Refused(Outcome.REJECTED, "Too many hints wait for the end of a turn.")
+            reason = "Too many hints are waiting for a turn to end: try again later."
+            raise _Refused(Outcome.REJECTED, reason)
         at_end[job.key] = [*waiting, partial(self._at_turn_end, job, hint, report)]
         if hint.intent is Intent.RELEASE:
             self._manager.jobs.end_with_turn(job)
-        return _result(hint, Outcome.DEFERRED, "It is carried out when the job's turn ends.")
+        reason = "The hint will be carried out when the job's turn ends."
+        return _result(hint, Outcome.DEFERRED, reason)
 
     def _at_turn_end(
         self, job: Job, hint: KvHint, report: Callable[[HintResult], None], turn: Turn
@@ -262,11 +265,12 @@ class HintActions:
 
     def _start(self, work: _Work) -> HintResult:
         if len(self.works) >= MOST_HINTS:
-            return _result(work.hint, Outcome.REJECTED, "Too many hints are being carried out.")
+            reason = "Too many hints are being carried out: try again later."
+            return _result(work.hint, Outcome.REJECTED, reason)
         result = self._go_on(work)
         if result is None:
             self.works.append(work)
-            return _result(work.hint, Outcome.DEFERRED, "It is being carried out.")
+            return _result(work.hint, Outcome.DEFERRED, "The hint is being carried out.")
         return result
 
     def _go_on(self, work: _Work) -> HintResult | None:
@@ -287,7 +291,7 @@ class HintActions:
         if isinstance(error, _Refused):
             return _result(hint, error.outcome, str(error))
         self._errors.add("a KV hint", "it is rejected")
-        return _result(hint, Outcome.REJECTED, "It failed; see the engine's log.")
+        return _result(hint, Outcome.REJECTED, "The hint failed: see the engine's log.")
 
     def _count(self, result: HintResult) -> None:
         assert result.intent is not None
@@ -329,7 +333,8 @@ class HintActions:
         works, self.works = self.works, deque()
         for work in works:
             work.steps.close()
-            result = _result(work.hint, Outcome.REJECTED, "The cache was reset meanwhile.")
+            reason = "The cache was reset before the hint was completed."
+            result = _result(work.hint, Outcome.REJECTED, reason)
             self._count(result)
             work.report(result)
 
@@ -356,7 +361,7 @@ class HintActions:
         else:
             found = jobs.named(target.job, 2)
         if len(found) > 1:
-            reason = "Several jobs have this id, under different salts: use the job's number."
+            reason = "Several jobs have this id, with different cache salts: send the job's number."
             raise _Refused(Outcome.REJECTED, reason)
         if not found or found[0] is None:
             raise _Refused(Outcome.MISSING, _NOT_FOUND)
@@ -370,7 +375,7 @@ class HintActions:
         if job is not None:
             return _Found(job.key.salt, self._manager.pages_of(job.key), job)
         if hint.intent is Intent.REVISE:
-            raise _Refused(Outcome.REJECTED, "A revision needs a job.")
+            raise _Refused(Outcome.REJECTED, "Only the gap of a job can be revised: send a job id.")
         if target.tokens:
             salt = turn.request.cache_salt if turn is not None else scope or None
             pages = yield from self._hashed(target.tokens, salt)
@@ -398,7 +403,10 @@ class HintActions:
         if len(tokens) <= TOKENS_AT_ONCE:
             return self._keys_of(tokens, salt)
         if len(tokens) > MOST_TOKENS or self._named >= MOST_NAMED:
-            reason = "The token prefix is too long, or too many are being hashed: use a job id."
+            reason = (
+                "The token prefix is too long, or too many prefixes are being hashed: send a job "
+                "id instead."
+            )
             raise _Refused(Outcome.REJECTED, reason)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "tiered-kv-hints")
@@ -515,10 +523,10 @@ class HintActions:
         before the retention ends."""
         slots, now = self._index.num_slots, self._clock()
         if not self._order.by_context or not slots:
-            reason = "Retention needs CPU memory, and TIERED_KV_EVICTION=worth."
+            reason = "Retention needs KV in CPU memory, and TIERED_KV_EVICTION=worth."
             raise _Refused(Outcome.REJECTED, reason)
         if not found.pages:
-            raise _Refused(Outcome.MISSING, "No pages of this job are known.")
+            raise _Refused(Outcome.MISSING, "The engine has no record of this job's pages.")
         ttl_s, clipped = _ttl(hint, LONGEST_RETENTION_S)
         key = _retention(found)
         old = self.retained.get(key)
@@ -526,7 +534,8 @@ class HintActions:
         room = slots // RETAINED_SHARE - self._retained_by.total()
         room = min(room, slots // RETAINED_SHARE_OF_SCOPE - self._retained_by[found.salt]) + again
         if room <= 0 or (old is None and len(self.retained) >= MOST_HINTS):
-            raise _Refused(Outcome.REJECTED, "The space for retained pages is used up.")
+            reason = "The limit of retained pages is reached: try again once a retention has ended."
+            raise _Refused(Outcome.REJECTED, reason)
         pages = found.pages[:room]
         factor = MOST_PRIORITY ** min(1.0, max(-1.0, hint.priority))
         page_s = self._costs.costs(len(pages) * self._facts.block_size).recompute_s / len(pages)
@@ -535,7 +544,7 @@ class HintActions:
         self._next_end = min(self._next_end, now + ttl_s)
         self._order.on_gap_begun(key, pages, _Until(ttl_s), now, page_s * factor)
         if len(pages) < len(found.pages):
-            reason = f"Only {count(len(pages), 'page')}: the space for retained pages is used up."
+            reason = f"Only {count(len(pages), 'page')}: the limit of retained pages is reached."
             return _result(hint, Outcome.CLIPPED, reason, len(pages), ttl_s)
         return _timed(hint, len(pages), ttl_s, clipped=clipped)
 
@@ -552,7 +561,11 @@ class HintActions:
         started_at = job.started_at if job is not None else now
         most = pins.budget // LEASED_SHARE_OF_SCOPE - pins.leased_blocks(found.salt, besides=key)
         if most < max(1, held.blocks if held is not None else 0):
-            raise _Refused(Outcome.REJECTED, "The scope's share of the pin budget is used up.")
+            reason = (
+                "Hints with this cache salt have used their part of the pin budget: try again "
+                "once one of their pins has ended."
+            )
+            raise _Refused(Outcome.REJECTED, reason)
         wanted = pinned = 0
         if found.ended is not None and found.ended.has_kv:
             blocks = self._boundaries.of(found.ended)
@@ -568,7 +581,8 @@ class HintActions:
                 if not part:
                     yield True
                     if job is not None and job.running:
-                        raise _Refused(Outcome.REJECTED, "The job's next turn has arrived.")
+                        reason = "The job's next turn arrived before all blocks were pinned."
+                        raise _Refused(Outcome.REJECTED, reason)
                     continue
                 cached = [*map(self._in_vram, part)]
                 end = cached.index(None) if None in cached else len(cached)
@@ -582,11 +596,14 @@ class HintActions:
             gap.pinned = max(gap.pinned, pinned)
         after = pins.look(key)
         if after is None:
-            reason = "Its blocks are no longer in VRAM, or the pin budget is used up."
+            reason = "The blocks are no longer in VRAM, or the pin budget is used up."
             raise _Refused(Outcome.REJECTED, reason)
         until_s = min(after.deadline, now + LONGEST_PIN_S) - now
         if pinned < wanted:
-            reason = f"Only {count(pinned, 'block')}: others are not in VRAM, or over budget."
+            reason = (
+                f"Only {count(pinned, 'block')} could be pinned: the other blocks are not in VRAM, "
+                "or exceed the pin budget."
+            )
             return _result(hint, Outcome.CLIPPED, reason, pinned, until_s)
         return _timed(hint, pinned, until_s, clipped=clipped)
 
@@ -594,7 +611,11 @@ class HintActions:
         """Promote the leading pages that some tier has, as far as CPU memory has space."""
         book, index, covered = self._pages.book, self._index, 0
         if not index.num_slots:
-            raise _Refused(Outcome.REJECTED, "This engine keeps no KV in CPU memory.")
+            reason = (
+                "Prefetch needs CPU memory, and this engine keeps no KV there: set "
+                "TIERED_KV_CPU_GIB above 0, and serve a model whose KV can be offloaded."
+            )
+            raise _Refused(Outcome.REJECTED, reason)
         why, short, stop = "", False, 0
         for part in self._portions(found.pages):
             if not part:
@@ -617,12 +638,12 @@ class HintActions:
                 self._log.trace.brought_up(found.job.key, ordered)
             if ordered < len(wanted):
                 covered += part.index(wanted[ordered])
-                why, short = "CPU memory has no more space for promotions.", True
+                why, short = "CPU memory has no space to promote more pages.", True
                 break
             index.touch(reversed(part[:end]))  # so that other promotions do not evict them
             covered += len(part[:end])
             if end is not None:
-                why = "No tier has the pages after these."
+                why = "No tier has the pages that follow."
                 break
         if not why:
             outcome = Outcome.ACCEPTED if covered else Outcome.MISSING
@@ -653,7 +674,8 @@ class HintActions:
         Pages that other jobs have are kept."""
         tiers, job, index = self._pages.tiers, found.job, self._index
         if not tiers.own:
-            raise _Refused(Outcome.REJECTED, "There is no tier below CPU memory.")
+            reason = "Demotion needs a tier below CPU memory, such as SSD: set TIERED_KV_SSD_PATH."
+            raise _Refused(Outcome.REJECTED, reason)
         self._end_retention(_retention(found))
         self._pins.release(_pin_key(found), PinEnd.REVISED)
         moved, left, sent, until = 0, found.pages, set[PageKey](), self._clock() + EAGER_S
@@ -663,7 +685,8 @@ class HintActions:
                 if not part:
                     yield self._clock() < until
                 if job is not None and job.running:
-                    return _result(hint, Outcome.CLIPPED, "The job's next turn arrived.", moved)
+                    reason = "The job's next turn arrived before all pages were demoted."
+                    return _result(hint, Outcome.CLIPPED, reason, moved)
                 private = self._order.private(part, found.is_mine)
                 moving, queued = self._moving(private), any(tier.has_more for tier in tiers.own)
                 below = [key for key in private if self._is_below(key)]
@@ -679,9 +702,11 @@ class HintActions:
             if left:
                 yield self._clock() < until
         if not moved:
-            raise _Refused(Outcome.REJECTED, "All pages are shared, or no lower tier has a copy.")
+            reason = "Each page is shared with other jobs, or has no copy in a lower tier."
+            raise _Refused(Outcome.REJECTED, reason)
         whole = moved == len(found.pages)
-        reason = "" if whole else "Shared pages, and pages without a copy in a lower tier, stay."
+        kept = "Shared pages, and pages without a copy in a lower tier, stay in CPU memory."
+        reason = "" if whole else kept
         return _result(hint, Outcome.ACCEPTED if whole else Outcome.CLIPPED, reason, moved)
 
     def _release(self, hint: KvHint, found: _Found) -> Carrying:
@@ -700,9 +725,10 @@ class HintActions:
             if found.ended is None:
                 self._manager.end_job(job)
             elif not job.over:
-                raise _Refused(Outcome.REJECTED, "The job continued with another turn.")
+                reason = "The job was not released, because its next turn has arrived."
+                raise _Refused(Outcome.REJECTED, reason)
         if not found.pages:
-            reason = "The job has ended. Its pages are not known, and will be evicted."
+            reason = "The job has ended. Its pages are unknown, and stay until they are evicted."
             return _result(hint, Outcome.CLIPPED, reason)
         gone, left, began, eager = 0, found.pages, self._clock(), True
         while left:
@@ -728,8 +754,9 @@ class HintActions:
             while not moving and self._clock() - tried < AGAIN_S and self._turns:
                 yield False
         if left:
-            return _result(hint, Outcome.CLIPPED, "Running requests use the other pages.", gone)
-        kept = "Pages that other jobs have, or other hints pin, stay."
+            reason = "The other pages are still used by running requests, or being copied."
+            return _result(hint, Outcome.CLIPPED, reason, gone)
+        kept = "Pages that other jobs share, or other hints pin, are kept."
         reason = "" if gone == len(found.pages) else kept
         return _result(hint, Outcome.ACCEPTED, reason, gone)
 
@@ -757,7 +784,8 @@ class HintActions:
         key, progress, now = found.job.key, hint.progress, self._clock()
         gap = self._manager.open.get(key)
         if gap is None:
-            raise _Refused(Outcome.MISSING, "The job is not between turns.")
+            reason = "The job is not between turns, so there is no gap to revise."
+            raise _Refused(Outcome.MISSING, reason)
         rest_s = hint.expected_s
         if rest_s is None and progress is not None and progress > 0:
             rest_s = max(0.0, (now - gap.since) * (1 - progress) / progress)
@@ -766,13 +794,15 @@ class HintActions:
         elif rest_s is not None:
             rest = ToolUse(path=("(revised)",), expected_s=max(rest_s, LEAST_REST_S))
         else:
-            raise _Refused(Outcome.REJECTED, "It has no expected time, progress or end.")
+            reason = "Send expected_tool_s, a progress above 0, or done."
+            raise _Refused(Outcome.REJECTED, reason)
         self._manager.revise_gap(key, rest)
         pin = self._pins.look(key)
         if pin is None:
-            where = "is not pinned" if gap.decision.tier is Tier.PIN else "waits outside VRAM"
-            return _result(hint, Outcome.ACCEPTED, f"Its KV {where}.")
-        return _result(hint, Outcome.ACCEPTED, "Its KV is pinned.", pin.blocks, pin.deadline - now)
+            where = "is not pinned" if gap.decision.tier is Tier.PIN else "will not stay in VRAM"
+            return _result(hint, Outcome.ACCEPTED, f"The job's KV {where}.")
+        reason, until_s = "The job's KV is pinned.", pin.deadline - now
+        return _result(hint, Outcome.ACCEPTED, reason, pin.blocks, until_s)
 
 
 def _retention(found: _Found) -> Retention:
@@ -790,12 +820,12 @@ def _ttl(hint: KvHint, longest_s: float) -> tuple[float, bool]:
     duration."""
     asked_s = TTL_S if hint.ttl_s is None else hint.ttl_s
     if not asked_s > 0:
-        raise _Refused(Outcome.REJECTED, "Its duration is not positive.")
+        raise _Refused(Outcome.REJECTED, "The duration must be above 0.")
     return min(asked_s, longest_s), asked_s > longest_s
 
 
 def _timed(hint: KvHint, pages: int, until_s: float, *, clipped: bool) -> HintResult:
-    reason = f"At most {until_s:g} seconds are allowed." if clipped else ""
+    reason = f"The duration was cut to the maximum of {until_s:g} seconds." if clipped else ""
     outcome = Outcome.CLIPPED if clipped else Outcome.ACCEPTED
     return _result(hint, outcome, reason, pages, until_s)
 

@@ -333,7 +333,7 @@ class KnownJobs:
         try:
             key = self._lineage.load(fact["lineage"])
         except ValueError as error:
-            logger.info("a saved job is ignored: %s", error)
+            logger.info("a job of the previous engine is ignored: %s", error)
             return
         self._bring_back(key, fact)
 
@@ -343,7 +343,9 @@ class KnownJobs:
                 age_s = max(0.0, self._wall() - at)
                 self._jobs.adopt(key, self._clock() - age_s, max(0, blocks), max(0, turns))
             case _:
-                logger.info("a saved job is ignored: its numbers are invalid")
+                logger.info(
+                    "a job of the previous engine is ignored: its saved numbers are invalid"
+                )
 
 
 def _name(key: JobKey) -> str:

@@ -53,7 +53,11 @@ class PolicyState:
         except FileNotFoundError:
             return False
         except (OSError, ValueError) as error:
-            logger.warning("%s is ignored and will be overwritten: %s", self._path, error)
+            logger.warning(
+                "the policy's saved state in %s is ignored and will be overwritten: %s",
+                self._path,
+                error,
+            )
             return False
         return True
 

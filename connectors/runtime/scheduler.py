@@ -150,7 +150,7 @@ class SchedulerHalf:
         try:
             self.reset()
         except Exception:
-            self.errors.add("a cache reset", "pins and saves may stay")
+            self.errors.add("a cache reset", "old pins and saves may remain")
 
     def on_handshake(self, said: Mapping[int, Handshake]) -> None:
         """Record each rank's measured speed and resident pages."""
@@ -379,8 +379,8 @@ class SchedulerHalf:
         """Release every pin and hold, because the engine makes no progress, and the connector must
         not be the cause."""
         logger.error(
-            "requests wait, but nothing was computed for %g s: all pins are released and all "
-            "held-back jobs admitted",
+            "requests are waiting, but the engine has computed nothing for %g s: all pins are "
+            "released, and all held-back jobs are admitted",
             STUCK_S,
         )
         logger.error("state at that time: %s", self.stats.of_stuck(self.turns, self.pool))
@@ -443,7 +443,7 @@ class SchedulerHalf:
     def on_scheduler_failed(self) -> None:
         """Count a failure of the job order in the engine's scheduler, which continues without
         it."""
-        self.errors.add("ordering requests", "held requests are admitted")
+        self.errors.add("ordering requests", "held-back requests are admitted")
 
     def _release_first(self, turn: Turn) -> None:
         """Let the blocks of a finished job be reused before those of unfinished jobs: the engine

@@ -25,7 +25,7 @@ def check_version(version: str) -> None:
     """
     found = parse_version(version)
     if found is None:
-        logger.warning("the version of vLLM, %r, cannot be parsed; continuing untested", version)
+        logger.warning("vLLM version %r cannot be parsed, so compatibility is not checked", version)
         return
     if found < OLDEST:
         raise UnsupportedError(
@@ -65,13 +65,13 @@ def refuse_unsupported(vllm_config: Any) -> None:
         )
     if is_diffusion(vllm_config):
         raise UnsupportedError(
-            "TieredContinuumConnector does not support diffusion models, which change tokens "
-            "of full blocks: remove --kv-transfer-config."
+            "TieredContinuumConnector does not support diffusion models, because they change "
+            "tokens of full blocks: remove --kv-transfer-config."
         )
     if transfer.kv_role != "kv_both":
         raise UnsupportedError(
-            f'kv_role "{transfer.kv_role}" does not suit a cache, which both saves and loads: set '
-            '"kv_role":"kv_both".'
+            "TieredContinuumConnector both saves and loads KV, which "
+            f'"kv_role":"{transfer.kv_role}" does not allow: set "kv_role":"kv_both".'
         )
     if getattr(transfer, "kv_load_failure_policy", "fail") != "recompute":
         raise UnsupportedError(
@@ -81,7 +81,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
     if not vllm_config.cache_config.enable_prefix_caching:
         raise UnsupportedError(
             "TieredContinuumConnector needs prefix caching: remove --no-enable-prefix-caching. "
-            "vLLM turns it off for some models; serve those without this connector."
+            "For some models vLLM turns prefix caching off: serve them without this connector."
         )
 
 
@@ -99,8 +99,8 @@ def report_speculation(vllm_config: Any) -> None:
         return  # before 0.33 vLLM drops the block without a connector too
     if drafter.use_eagle_block_drop() and not drafter.disable_lookahead_block_hashes:
         logger.info(
-            "with EAGLE or MTP, vLLM drops the last block of a prefix in VRAM if any KV "
-            "connector is configured; the block is restored from CPU memory, or recomputed"
+            "with EAGLE or MTP and any KV connector, vLLM does not reuse the last block of a "
+            "prefix in VRAM; the block is restored from CPU memory, or recomputed"
         )
 
 

@@ -59,8 +59,8 @@ class _InJobOrder:
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if is_diffusion(vllm_config):
             raise UnsupportedError(
-                "ContinuumScheduler would replace vLLM's own scheduler for diffusion models: "
-                "remove --scheduler-cls."
+                "ContinuumScheduler does not support diffusion models, for which vLLM has a "
+                "separate scheduler: remove --scheduler-cls."
             )
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         self.parked: dict[str, Any] = {}

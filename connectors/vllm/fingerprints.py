@@ -173,7 +173,11 @@ class Fingerprints:
         time."""
         if load.check is not None and load.check.done():
             if load.check.exception() is not None and load.identity is not None:
-                logger.warning("KV of adapter %s: %s", load.path, load.check.exception())
+                logger.warning(
+                    "KV of adapter %s is neither saved nor restored: %s",
+                    load.path,
+                    load.check.exception(),
+                )
                 load.distrust()
             load.check = None
         if load.check is None and load.identity is not None:
@@ -288,8 +292,8 @@ def _weights_digest(model: Any, load: Any) -> str:
     except Exception as error:  # hub caches and remote loaders raise anything
         reason = str(error)
     logger.warning(
-        "the weights of %s cannot be identified (%s): a restarted server will not find the "
-        "pages on SSD",
+        "the weights of %s cannot be identified (%s): a restarted server cannot reuse this "
+        "server's pages",
         model.model,
         reason,
     )
@@ -315,10 +319,7 @@ def _compare(path: Path, stamps: Mapping[str, Stamp] | None) -> None:
         OSError: the files have changed.
     """
     if _stamps(path) != stamps:
-        raise OSError(
-            "its files changed after they were loaded. It is neither saved nor restored until "
-            "the adapter is loaded again"
-        )
+        raise OSError("the adapter's files changed after they were loaded. Load the adapter again")
 
 
 def _digest_adapter(path: Path, stamps: Mapping[str, Stamp] | None) -> str:

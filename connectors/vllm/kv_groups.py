@@ -165,16 +165,16 @@ def why_not_offloadable(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Return the reason why this model's pages cannot be copied to CPU memory; None if they can."""
     groups, indices = kv_cache_config.kv_cache_groups, cacheable_groups(kv_cache_config)
     if not indices:
-        return "none of its KV can be found again"
+        return "vLLM supports prefix caching for none of its layers"
     for index in indices:
         reach = read_reach(groups[index].kv_cache_spec)
         if isinstance(reach, str):
             return reach
     only = groups[0].kv_cache_spec
     if len(groups) == 1 and only.block_size != vllm_config.cache_config.block_size:
-        return "its blocks and its block hashes differ in size"
+        return "its block size differs from the block size of its block hashes"
     if any(t.host_resident for t in kv_cache_config.kv_cache_tensors):
-        return "its KV cache already lies in host memory"
+        return "its KV cache is already in CPU memory"
     return None
 
 

@@ -214,8 +214,8 @@ def _register(config: dict[str, Any]) -> None:
     named = config.get("architectures") or []
     if not {*named} & {*ModelRegistry.get_supported_archs()}:
         raise UnknownModel(
-            f"vLLM {vllm.__version__} has no class {' or '.join(map(str, named)) or 'of the model'}"
-            f", and transformers {transformers.__version__} has none for model_type {kind}"
+            f"vLLM {vllm.__version__} has no class {' or '.join(map(str, named)) or 'for it'}, and "
+            f"transformers {transformers.__version__} has none for model_type {kind}"
         )
 
     class PlainConfig(PretrainedConfig):
@@ -424,7 +424,7 @@ def _group(built: Built, ranks: int) -> tuple[list[dict[str, Any]], list[dict[st
     from .kv_groups import planning, read_reach
 
     if not built.specs:
-        raise UnknownModel(f"{built.config.model_config.architecture} keeps no KV")
+        raise UnknownModel(f"{built.config.model_config.architecture} has no layers with KV")
     backends = {
         layer.get_attn_backend() for name, layer in built.layers.items() if name in built.specs
     }

@@ -52,14 +52,14 @@ def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]]
         name = other.get("kv_connector")
         if other.get("kv_role") != "kv_producer":
             raise UnsupportedError(
-                f"{name} may load KV too, and {ours.kv_connector} would save its blocks "
-                f'before they are filled: set "kv_role":"kv_producer" for {name}, or use only '
-                "one of them."
+                f"{name} may load KV too, and {ours.kv_connector} would save blocks that {name} "
+                f'has not filled yet: set "kv_role":"kv_producer" for {name}, or use only one '
+                "of the two connectors."
             )
         if _shakes_hands(class_of(other)):
             raise UnsupportedError(
                 f"{name} and {ours.kv_connector} both need vLLM's handshake with the workers, "
-                f"and {outer} passes on only one: use only one of them."
+                f"and {outer} supports only one: use only one of the two connectors."
             )
     if whole.kv_role != "kv_both":
         raise UnsupportedError(
@@ -69,9 +69,9 @@ def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]]
         )
     if getattr(whole, "kv_load_failure_policy", "fail") != "recompute":
         raise UnsupportedError(
-            "by default vLLM fails a request if a page cannot be restored, and it reads the "
-            f'policy of {outer} only: add "kv_load_failure_policy":"recompute" next to '
-            f'"kv_connector":"{outer}".'
+            "by default vLLM fails a request if a page cannot be restored, and it reads "
+            f'kv_load_failure_policy only for {outer}: add "kv_load_failure_policy":"recompute" '
+            f'next to "kv_connector":"{outer}".'
         )
 
 

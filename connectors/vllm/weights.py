@@ -155,8 +155,8 @@ class WeightCalls:
         if calls + 1 == OFTEN:
             logger.warning(
                 "%s was called %d times within %d s. It may change the weights, so each call "
-                "drops all KV in VRAM, in CPU memory and on SSD. If it changes none, add it "
-                "to TIERED_KV_HARMLESS_CALLS",
+                "drops all KV in VRAM, in CPU memory and on SSD. If it does not change them, add "
+                "it to TIERED_KV_HARMLESS_CALLS",
                 name,
                 OFTEN,
                 WINDOW_S,

@@ -96,7 +96,9 @@ class ToolGaps:
             seconds = one.take("gaps", numbers, -1, least=0)[-MAX_GAPS:]
             found[one.take("tool", strings)] = _Gaps(seconds.tolist())
         if ALL not in found or len(found) > MAX_TOOLS:
-            raise ValueError("the saved gaps have no entry for all tools, or too many tools")
+            raise ValueError(
+                "the saved gaps lack the entry for all tools together, or list too many tools"
+            )
         self._tools = found
 
 

@@ -24,7 +24,7 @@ def numbers(saved: object, *shape: int, least: float = -np.inf) -> Array:
         want in (-1, have) for want, have in zip(shape, found.shape, strict=True)
     )
     if not fits:
-        raise ValueError(f"it has shape {found.shape}, but {shape} is required")
+        raise ValueError(f"it has the shape {found.shape} instead of {shape}")
     if not np.isfinite(found).all() or (found < least).any():
         raise ValueError("it contains numbers outside the allowed range")
     return found

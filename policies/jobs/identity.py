@@ -222,7 +222,9 @@ def job_name(value: object) -> str:
         return str(whole(value, 1 - 2**64, 2**64 - 1))
     name = string(value, 1, MAX_JOB_ID_CHARS)
     if name.startswith(INFERRED_PREFIX):
-        raise ValueError("the name is reserved for inferred jobs")
+        raise ValueError(
+            f"names that start with {INFERRED_PREFIX.strip()} are reserved for inferred jobs"
+        )
     return name
 
 

@@ -178,12 +178,16 @@ class HintReader:
             version, actions = _opened(message)
         except ValueError as error:
             version, actions = None, [error]
-        note = "" if version in _VERSIONS else "The protocol's version is unknown: read as 1.0."
+        note = (
+            ""
+            if version in _VERSIONS
+            else "The protocol version is unknown: version 1.0 is assumed."
+        )
         for at, action in enumerate(actions):
             self._left -= 1
             if self._left < 0:
                 if self._left == -1:  # one result for all of the rest
-                    self._read(ValueError(f"only {MAX_ACTIONS} actions are read"), at, "")
+                    self._read(ValueError(f"only the first {MAX_ACTIONS} actions are read"), at, "")
                 break
             note = self._read(action, at, note)
 
@@ -204,7 +208,9 @@ class HintReader:
             payload = mapping(payload) if payload is not None else fields
             hint = _hint(KvHint(name, intent, self._target(payload), note=note), payload)
             if not note and fields.get("action_version") not in _VERSIONS:
-                hint = replace(hint, note=f"This version of {intent} is unknown: read as 1.0.")
+                hint = replace(
+                    hint, note=f"This version of {intent} is unknown: version 1.0 is assumed."
+                )
             self.found.append(hint)
         except _ElsewhereError as error:
             self.found.append(HintResult(name, intent, Outcome.MISSING, f"{error}."))
@@ -221,7 +227,9 @@ class HintReader:
         if who.job is not None:
             return Target(job=who.job)
         if who.ignored:
-            raise ValueError("the job id is invalid")
+            raise ValueError(
+                "the job id is empty, too long, reserved, or neither a string nor an integer"
+            )
         if (tokens := _first(payload, "token_ids", "tokens")) is not None:
             self._tokens = _left(self._tokens, tokens, "token ids", MAX_TOKENS)
             if set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= 1 << 32:
@@ -237,7 +245,7 @@ class HintReader:
 
     def _number(self, value: object) -> int:
         if self._engine is None:
-            raise ValueError("only the route /tiered_kv/hints accepts a job's number")
+            raise ValueError("only the routes under /tiered_kv accept a job's number")
         found = job_number(str(value) if type(value) is int else value)
         if found.engine != self._engine:
             raise _ElsewhereError(f"Job {found} is on another engine")
@@ -275,7 +283,7 @@ def job_number(text: object) -> Cursor:
     try:
         return Cursor.from_json(text if isinstance(text, str) and "." in text else f"0.{text:.20}")
     except (ValueError, TypeError):
-        raise ValueError("the number is neither a job's number nor ENGINE.NUMBER") from None
+        raise ValueError("the number must be a job's number, or ENGINE.NUMBER") from None
 
 
 class _ElsewhereError(ValueError):
@@ -355,11 +363,11 @@ def seconds(value: object) -> float:
     if isinstance(value, str):
         found = _DURATION.fullmatch(value)
         if found is None:
-            raise ValueError('a duration is neither seconds nor a text such as "5m"')
+            raise ValueError('a duration must be a number of seconds, or a text such as "5m"')
         value = float(found[1]) * _UNITS[found[2] or "s"]
     found_s = real(value, 0, MAX_SECONDS)
     if not found_s:
-        raise ValueError("a duration is 0")
+        raise ValueError("a duration must be above 0")
     return found_s
 
 
@@ -379,7 +387,7 @@ def _block_hash(value: object) -> bytes:
         return (value & (1 << 64) - 1).to_bytes(8, "big")
     if isinstance(value, bytes) and 8 <= len(value) <= 64:
         return value
-    raise ValueError("the block hashes are neither numbers nor hexadecimal digits")
+    raise ValueError("the block hashes must be numbers or hexadecimal digits")
 
 
 def _first(payload: Mapping[str, Any], *names: str) -> Any:
@@ -391,9 +399,9 @@ def _left(left: int, values: object, what: str, most: int) -> int:
     """Return how many values may follow the given values. Raises ValueError if ``values`` are not a
     list, or too many."""
     if not isinstance(values, list) or not values:
-        raise ValueError(f"the {what} are not a list, or the list is empty")
+        raise ValueError(f"the {what} must be a list that is not empty")
     if len(values) > left:
-        raise ValueError(f"more than {most} {what} in a message: use the job id instead")
+        raise ValueError(f"a message may have at most {most} {what}: send the job id instead")
     return left - len(values)
 
 

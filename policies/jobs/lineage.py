@@ -232,7 +232,7 @@ class Lineage:
             } if name.startswith(INFERRED_PREFIX):
                 pass
             case _:
-                raise ValueError("it is not an inferred job")
+                raise ValueError("its record does not describe an inferred job")
         try:
             named = int(name.removeprefix(INFERRED_PREFIX))
             packed, said_packed = _packed(rest), _packed(answer)

@@ -42,7 +42,7 @@ def test_each_rank_of_a_gpu_keeps_a_core_busy(gpus: int, usable: int, left: int)
     found = cores(gpus, usable)
     if left:
         assert found.verdict.value == "ok"
-        assert found.seen.startswith(f"{left} of {usable} cores left")
+        assert found.seen.startswith(f"{left} of {usable} cores are left")
     else:
         assert found.verdict.value == "warn"
         assert f"container or service {gpus + 1} cores or more" in found.advice
@@ -65,7 +65,7 @@ def test_a_model_on_cpus_takes_the_cores_that_it_is_bound_to(
 ) -> None:
     found = cores(0, usable, bind)
     if left:
-        assert found.seen.startswith(f"{left} of {usable} cores left")
+        assert found.seen.startswith(f"{left} of {usable} cores are left")
     else:
         assert found.verdict.value == "warn"
         assert BIND in found.advice
@@ -100,9 +100,9 @@ def test_a_useless_compression_ratio_is_reported() -> None:
 
 def test_free_slots_need_no_compression() -> None:
     fresh = {**FULL, **NONE_COMPRESSED, "cpu_pages": 100, "pages_evicted": 0}
-    assert check_cold_pages(fresh).seen == "no page is compressed yet: slots are free"
+    assert check_cold_pages(fresh).seen == "no pages are compressed yet, because slots are free"
     found = check_cold_pages({**fresh, "pages_compressed": 7})
-    assert found.seen.startswith("no page is compressed now, 7 were")
+    assert found.seen.startswith("no pages are compressed now, but 7 were")
 
 
 def test_full_memory_without_compression_is_asked_about() -> None:

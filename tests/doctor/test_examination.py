@@ -64,7 +64,7 @@ def test_a_check_that_hangs_is_named_and_its_process_ended() -> None:
     findings = list(examine(BASE, command, silence_s=5))
     assert findings[0] == GOOD
     assert (findings[1].check, findings[1].verdict.value) == ("SSD", "fail")
-    assert findings[1].seen == "no answer in 5 s"
+    assert findings[1].seen == "no answer within 5 s"
     assert children() <= before
 
 

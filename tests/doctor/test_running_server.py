@@ -47,7 +47,8 @@ def test_a_busy_server_is_healthy() -> None:
         ("server", "connector", "tiers", "cold pages", "failures", "ids"), "ok"
     )
     assert (
-        "50% were in VRAM, 30% came from CPU memory, 20% were computed" in found["connector"].seen
+        "50% were in VRAM, 30% came from CPU memory and lower tiers, 20% were prefilled"
+        in found["connector"].seen
     )
     assert found["tiers"].seen.startswith("800 pages in 1,000 slots")
 
@@ -78,7 +79,7 @@ def test_ids_that_nothing_reads_are_reported(
 def test_observe_mode_is_reported() -> None:
     found = asked(metrics(**BUSY, would_have_saved_vram=5, would_have_saved_cpu=7))
     seen = found["TIERED_KV_MODE"].seen
-    assert seen.startswith("observe: 12 prompt tokens would have been saved")
+    assert seen.startswith("observe: the prefill of 12 prompt tokens would have been saved")
     assert "TIERED_KV_MODE" not in asked(metrics(**BUSY))
 
 
@@ -96,7 +97,7 @@ def test_a_server_without_the_connector_is_reported_with_instructions() -> None:
 
 
 def test_a_server_that_is_not_vllm_is_reported() -> None:
-    assert asked("python_info 1.0\n")["connector"].seen == "the page has no metrics of vLLM"
+    assert asked("python_info 1.0\n")["connector"].seen == "the page has no vLLM metrics"
 
 
 def test_a_connector_that_sees_no_turn_is_broken() -> None:

@@ -69,6 +69,6 @@ def test_valid_settings_are_used_for_the_other_checks() -> None:
 def test_the_hash_seed_matters_to_pages_on_ssd(tmp_path: Path) -> None:
     ssd = TierConfig(ssd_path=tmp_path)
     assert "xxhash" in check_hash_seed({}, ssd).seen
-    assert "only for pages on SSD and in a remote store" in check_hash_seed({}, TierConfig()).seen
+    assert "only for pages that outlive the server" in check_hash_seed({}, TierConfig()).seen
     seen = check_hash_seed({"PYTHONHASHSEED": "0"}, ssd).seen
     assert seen.startswith("0: only servers with the same seed")

@@ -57,7 +57,7 @@ def test_an_answer_has_the_results_of_the_hints_in_its_request(
     rig.ask("1", text(50, seed=1), params={"job_id": "j", "kv_hints": [wrong, pin]})
     share, pinned = told[0]["tiered_kv"]["hints"]
     assert (share["action_id"], share["outcome"]) == ("w", "rejected")
-    assert pinned["reason"].startswith("This version of pin is unknown: read as 1.0.")
+    assert pinned["reason"].startswith("This version of pin is unknown: version 1.0 is assumed.")
     assert (pinned["action_id"], pinned["outcome"]) == ("p", "accepted"), "the turn has ended"
     assert pinned["pages"] == 3
     json.dumps(told)

@@ -102,7 +102,7 @@ def test_a_disk_slower_than_prefilling_has_no_break_even_gap(
 ) -> None:
     plan = planned(tmp_path, ssd_gib=100.0, ssd_gbps=0.1)
     assert plan.tiers[2].break_even_s == 0
-    assert "Computing is faster than a restore from SSD." in plan.notes
+    assert "Prefilling a context is faster than restoring it from SSD." in plan.notes
 
 
 def test_cpu_memory_is_sized_to_the_jobs(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_cpu_memory_is_sized_to_the_jobs(tmp_path: Path) -> None:
         planned(tmp_path, jobs=20, cpu_gib=40.0, ssd_gib=100.0).notes
     )
     assert "VRAM holds the contexts of all 10 jobs." in planned(tmp_path, jobs=10).notes
-    needless = "Stock vLLM then performs as well, unless there are more jobs."
+    needless = "Stock vLLM then performs equally well, unless there are more jobs."
     assert needless in planned(tmp_path, jobs=10).notes
     assert needless not in planned(tmp_path, jobs=20).notes
 

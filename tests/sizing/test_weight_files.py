@@ -33,7 +33,7 @@ def weighed(folder: Path, element: int | None = 2) -> Weights:
 def test_files_are_counted_in_the_served_dtype(tmp_path: Path) -> None:
     folder = write(tmp_path, LLAMA_8B)
     write_tensors(folder / "model.safetensors", a=("F32", 1000), b=("BF16", 500))
-    assert weighed(folder) == Weights(3000, "1 safetensors files")
+    assert weighed(folder) == Weights(3000, "1 safetensors file")
     assert weighed(folder, 4).nbytes == 6000
 
 

@@ -146,11 +146,11 @@ def test_jobs_are_shown_in_the_selected_order() -> None:
 def test_several_engines_are_shown_added_up_or_one_by_one() -> None:
     both = server(job(1), job(1, engine=1, id="other"), engines=(engine(0), new_engine(1)))
     lines = shown(both, 120, 30)
-    assert lines[1] == "Sum of 2 engines: e shows the engines one by one."
+    assert lines[1] == "Sum of 2 engines. Press e to show the engines one by one."
     assert "running 20% pinned 5% cached 10% free 65% of 114 GiB" in lines[2]
     assert lines[-1].startswith("1-2 of 2 ")
     lines = shown(both, 120, 30, View(engine=1))
-    assert lines[1].startswith("Engine 1 of 2: e shows")
+    assert lines[1].startswith("Engine 1 of 2. Press e")
     assert "running 0%" in lines[2]
     assert lines[-1].startswith("1-1 of 1 ")
     assert row(lines, "other")
@@ -169,7 +169,7 @@ def test_a_problem_is_shown_above_the_last_state() -> None:
 def test_failures_are_named() -> None:
     broken = engine(counters={**engine().counters, "save_failures": 3})
     lines = shown(server(job(), engines=(broken,)), 100, 30)
-    assert "save_failures 3: see tiered-kv doctor URL" in lines
+    assert "save_failures 3: run tiered-kv doctor URL" in lines
     assert not [line for line in shown(server(job()), 100, 30) if "failures" in line]
 
 
@@ -188,7 +188,8 @@ def test_jobs_not_yet_read_are_shown() -> None:
 def test_a_printed_frame_is_as_long_as_its_jobs_and_ends() -> None:
     lines = shown(server(*MANY), 100, None)
     assert len([line for line in lines if line.startswith("job-")]) == ONCE_ROWS
-    assert lines[-1] == f"The first {ONCE_ROWS} of 5,000. GET /tiered_kv/jobs lists all jobs."
+    shown_jobs = f"Showing the first {ONCE_ROWS} of 5,000 jobs."
+    assert lines[-1] == f"{shown_jobs} GET /tiered_kv/jobs lists all jobs."
     assert shown(server(job()), 100, None)[-1].startswith("job-1 ")
 
 

@@ -52,28 +52,28 @@ def inside(*others: Config, last: bool = False, **outer: Any) -> Callable[[Confi
     [
         (
             lambda last: inside(other("Producer", "kv_both"), last=last),
-            "Producer may load KV too, and TieredContinuumConnector would save its blocks before "
-            "they are filled",
-            'set "kv_role":"kv_producer" for Producer, or use only one of them.',
+            "Producer may load KV too, and TieredContinuumConnector would save blocks that "
+            "Producer has not filled yet",
+            'set "kv_role":"kv_producer" for Producer, or use only one of the two connectors.',
         ),
         (
             lambda last: inside(other("Producer", "kv_consumer"), last=last),
             "Producer may load KV too",
-            "or use only one of them.",
+            "or use only one of the two connectors.",
         ),
         (
             lambda last: inside(other("Producer"), other("Producer", "kv_both"), last=last),
             "Producer may load KV too",
-            "or use only one of them.",
+            "or use only one of the two connectors.",
         ),
         (
             lambda last: inside(other("Talker"), last=last),
             "Talker and TieredContinuumConnector both need vLLM's handshake",
-            "use only one of them.",
+            "use only one of the two connectors.",
         ),
         (
             lambda last: inside(other("Producer"), last=last, kv_load_failure_policy="fail"),
-            "it reads the policy of MultiConnector only",
+            "it reads kv_load_failure_policy only for MultiConnector",
             'add "kv_load_failure_policy":"recompute" next to "kv_connector":"MultiConnector".',
         ),
         (

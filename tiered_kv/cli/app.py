@@ -81,8 +81,8 @@ def doctor_command(
     as_json: AsJson = False,
 ) -> None:
     """Check installed versions, TIERED_KV_* variables, memory, cores, the disk of
-    TIERED_KV_SSD_PATH, and the running server at URL if one is given. Run it in the server's
-    environment, as the server's user.
+    TIERED_KV_SSD_PATH, the remote store, and the running server at URL, if given. Run it in the
+    server's environment, as the server's user.
 
     Exits with 1 if a check fails.
     """

@@ -209,7 +209,7 @@ def heading(plan: Plan) -> list[str]:
         f"{shape.architecture} on {cards}: {size(weights.nbytes)} of weights ({weights.source}), "
         f"KV in {shape.kv_dtype}, {' and '.join(parts)}",
         f"a context of {setup.context:,} tokens: {size(plan.context_bytes)} of KV, "
-        f"computed in {duration(plan.compute_s)}",
+        f"prefilled in {duration(plan.compute_s)}",
     ]
 
 
@@ -250,15 +250,14 @@ def assumptions(plan: Plan) -> list[str]:
     """Return sentences about the assumptions behind the figures."""
     gpu, setup = GPUS[plan.setup.gpu], plan.setup
     found = [
-        f"Computing: {plan.setup.gpu} has {gpu.flops / 1e12:,.0f} TFLOP/s and "
-        f"{gpu.bandwidth / GB:,.0f} GB/s ({gpu.source}), of which {COMPUTE_SHARE:.0%} and "
-        f"{MEMORY_SHARE:.0%} are assumed to be reached, in steps of {BATCHED_TOKENS:,} tokens.",
+        f"Prefill: {plan.setup.gpu} has {gpu.flops / 1e12:,.0f} TFLOP/s and "
+        f"{gpu.bandwidth / GB:,.0f} GB/s ({gpu.source}), of which steps of {BATCHED_TOKENS:,} "
+        f"tokens are assumed to reach {COMPUTE_SHARE:.0%} and {MEMORY_SHARE:.0%}.",
         f"Restores from CPU memory: {plan.link / GB:,.0f} GB/s over PCIe.",
         f"VRAM: {setup.utilization:g} of {size(gpu.memory)}, less weights and "
         f"{RESERVED_BYTES / GB:g} GB for activations, on each GPU.",
-        "Gaps: the tier is assumed to be full, and occupying all of it for a second to cost a "
-        "second of GPU time, "
-        "as the connector prices VRAM in a shortage.",
+        "Break-even gaps: each tier is assumed to be full, and occupying all of it for a second to "
+        "cost a second of GPU time. The connector assumes the same of VRAM when VRAM is short.",
     ]
     if setup.ssd_gib > 0:
         found[2:2] = [
@@ -288,7 +287,8 @@ def plan_command(
     gpu: Annotated[str, typer.Option(metavar="NAME", help=f"GPU type: {', '.join(GPUS)}.")],
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs (tensor parallel).")] = 1,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent jobs, running or waiting for a tool.")
+        int | None,
+        typer.Option(min=1, help="Number of concurrent jobs, running or waiting for a tool."),
     ] = None,
     context: Annotated[
         int | None,
@@ -302,7 +302,7 @@ def plan_command(
         float | None,
         typer.Option(
             min=0,
-            help=f"CPU memory for KV, GiB. Defaults to the need of --jobs, or to {CPU_GIB:g}.",
+            help=f"CPU memory for KV, GiB. Defaults to the need of all --jobs, or to {CPU_GIB:g}.",
         ),
     ] = None,
     ssd_gib: Annotated[float, typer.Option(min=0, help="SSD space for KV, GiB.")] = 0.0,
@@ -319,7 +319,11 @@ def plan_command(
         ),
     ] = None,
     weights_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="Size of the weights, GiB, if known.")
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Size of the weights, GiB. Defaults to their size in MODEL, or to an estimate.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -371,7 +375,7 @@ def plan_command(
     typer.echo()
     if plan.pin_s is not None:
         typer.echo(
-            f"In full VRAM, a pin beats CPU memory for gaps of up to {duration(plan.pin_s)}."
+            f"When VRAM is full, a pin beats CPU memory for gaps of up to {duration(plan.pin_s)}."
         )
     for sentence in (*plan.notes, *assumptions(plan)):
         typer.echo(sentence)

@@ -136,7 +136,7 @@ def stat_command(path: Where, as_json: AsJson = False) -> None:
 def verify_command(path: Where, as_json: AsJson = False) -> None:
     """Read and check every page under PATH. Changes nothing.
 
-    Exits with 1 if a page is bad or a path was skipped.
+    Exits with 1 if a page or a segment is bad, or a path was skipped.
     """
     checked = VerifyResult()
     began = time.monotonic()
@@ -190,7 +190,9 @@ def gc_command(
             metavar="HEX", help="Delete only stores with this fingerprint; 8 digits are enough."
         ),
     ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Delete all stores.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Delete all stores that are not in use.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
     ] = False,

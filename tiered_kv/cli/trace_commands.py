@@ -75,7 +75,10 @@ def analyze_command(
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="Policy that wrote the trace. Needed with --what-if if it is a module:Class.",
+            help=(
+                "Policy that was in use when the trace was written. Required with --what-if if "
+                "that policy was given as module:Class."
+            ),
         ),
     ] = None,
     job_order: Annotated[
@@ -223,7 +226,7 @@ def export_command(
         typer.Option("--perfetto", help="Write events for ui.perfetto.dev and chrome://tracing."),
     ] = False,
     continuum: Annotated[
-        bool, typer.Option("--continuum", help="Write Continuum's scheduler_timestamps.")
+        bool, typer.Option("--continuum", help="Write scheduler_timestamps, as Continuum does.")
     ] = False,
     out: Annotated[
         Path | None,

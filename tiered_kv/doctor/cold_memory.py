@@ -56,7 +56,7 @@ def check_spare_cores(
     if left > 0:
         return ok(
             CORES_CHECK,
-            f"{left} of {usable} cores left to compress pages (the rest taken by {others})",
+            f"{left} of {usable} cores are left to compress pages (the rest is used by {others})",
         )
     advice = (
         f"Give the server's container or service {gpus + 1} cores or more, one more than it has "
@@ -66,8 +66,8 @@ def check_spare_cores(
     )
     return warn(
         CORES_CHECK,
-        f"0 of {usable} cores left to compress pages (taken by {others}): one low-priority thread "
-        "compresses them",
+        f"0 of {usable} cores are left to compress pages (all are used by {others}): one "
+        "low-priority thread compresses them",
         advice,
     )
 
@@ -90,18 +90,18 @@ def check_cold_pages(seen: Mapping[str, float]) -> Finding:
         pages = f"{cold:,.0f} of {seen['cpu_pages']:,.0f} pages are compressed"
         words = f"{pages}, {ratio:.2f} per slot; {spent}"
         if ratio < LEAST_RATIO:
-            return warn(PAGES_CHECK, words, f"Compression saves little space: {RAW}.")
+            return warn(PAGES_CHECK, words, f"Compression saves little space. {RAW}.")
         return ok(PAGES_CHECK, words)
     if compressed := seen["pages_compressed"]:
-        return ok(PAGES_CHECK, f"no page is compressed now, {compressed:,.0f} were; {spent}")
+        return ok(PAGES_CHECK, f"no pages are compressed now, but {compressed:,.0f} were; {spent}")
     if not seen["pages_evicted"] and seen["cpu_pages"] < HAS_ROOM * seen["cpu_slots"]:
-        return ok(PAGES_CHECK, "no page is compressed yet: slots are free")
+        return ok(PAGES_CHECK, "no pages are compressed yet, because slots are free")
     advice = (
-        "See the server's log, which reports at startup if pages are compressed. They are not with "
-        "TIERED_KV_CODEC=raw, TIERED_KV_EVICTION=lru, fewer than 32 slots, or pages of 8 or 16 "
-        "bits that shrink too little (fp8, fp16, states)."
+        "See the server's log, which reports at startup whether pages will be compressed. "
+        "Pages are not compressed with TIERED_KV_CODEC=raw, with TIERED_KV_EVICTION=lru, with "
+        "fewer than 32 slots, or if their type shrinks too little (fp8, fp16, states)."
     )
-    return warn(PAGES_CHECK, "no page is compressed, although CPU memory is full", advice)
+    return warn(PAGES_CHECK, "no pages are compressed, although CPU memory is full", advice)
 
 
 def _turned_off(config: TierConfig) -> str | None:
@@ -160,7 +160,7 @@ def check_cores(gpus: int, usable: int) -> Finding:
         (
             usable == ranks,
             WARN,
-            "Give the server more cores: compressing pages and reading tool calls delay the ranks.",
+            "Give the server more cores, because compression and tool call parsing delay ranks.",
         ),
     )
 
@@ -215,7 +215,7 @@ def check_locked_memory(config: TierConfig, gpus: int, limit: int) -> Finding:
             "Set ulimit -l unlimited (systemd: LimitMEMLOCK=infinity, Docker: --ulimit "
             "memlock=-1). Memory that is not pinned is copied more slowly."
         )
-        return warn("locked memory", f"{said}, but {needed / GIB:.2f} GiB per rank to pin", advice)
+        return warn("locked memory", f"{said}, but each rank pins {needed / GIB:.2f} GiB", advice)
     return ok("locked memory", said)
 
 
@@ -231,6 +231,6 @@ def check_huge_pages(enabled: Path = HUGE_PAGES) -> Finding:
         found = None
     word = found[1] if found else "not in this kernel"
     if word in ("always", "madvise"):
-        return ok("huge pages", f"{word}: the CPU tier requests them")
+        return ok("huge pages", f"{word}: the CPU tier requests huge pages")
     advice = f"Run echo madvise > {enabled}: small memory pages slow down copies of large pools."
     return warn("huge pages", word, advice)

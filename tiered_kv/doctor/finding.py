@@ -128,11 +128,11 @@ def examine(
         if child.returncode:
             last = (said.strip() or f"status {child.returncode}").splitlines()[-1]
             yield fail(
-                at, f"the check ended with an error: {last}", "Report this error with this line."
+                at, f"the check ended with an error: {last}", "Report this error with this output."
             )
     except (Empty, subprocess.TimeoutExpired):
-        advice = "Check the disk or mount of this check: a call to it does not return."
-        yield fail(at, f"no answer in {silence_s:g} s", advice)
+        advice = "Check the disk or mount that this check uses: a call to it did not return."
+        yield fail(at, f"no answer within {silence_s:g} s", advice)
     finally:
         child.kill()
         with suppress(subprocess.TimeoutExpired):  # the process may wait for a failed disk

@@ -46,7 +46,7 @@ def check_installation(
     odd = not OLDEST_PYTHON <= python <= NEWEST_PYTHON
     advice = "Use Python 3.11 to 3.14, with which tiered-kv is tested."
     yield judge("python", said, (odd, WARN, advice))
-    yield ok("tiered-kv", find("tiered-kv") or "not installed: run from a checkout")
+    yield ok("tiered-kv", find("tiered-kv") or "not installed, but running from a checkout")
     yield _vllm(find(*VLLM_DISTRIBUTIONS))
     torch = find("torch")
     missing = (torch is None, FAIL, "Install vLLM, which depends on torch.")
@@ -63,7 +63,7 @@ def _vllm(found: str | None) -> Finding:
     if numbers is None:
         return warn("vllm", f"{found}: the version cannot be parsed", f"Install vLLM {newest}.")
     old = f"Install vLLM {oldest} or newer: the connector refuses older versions."
-    new = f"This version is newer than {newest}, the newest tested version."
+    new = f"If there are problems, install vLLM {newest}, the newest tested version."
     return judge("vllm", found, (numbers < OLDEST, FAIL, old), (numbers > NEWEST_TESTED, WARN, new))
 
 
@@ -108,10 +108,11 @@ def check_remote(address: RemoteAddress | None) -> Iterator[Finding]:
         seen = f"reads {speed.read / 1e6:,.0f} MB/s, writes {speed.write / 1e6:,.0f} MB/s"
         if min(speed.read, speed.write) <= SLOWEST:
             advice = (
-                "The store is full (maxmemory-policy noeviction), a replica, or its user lacks SET."
+                "Check the store: it is full (maxmemory-policy noeviction), it is a replica, or "
+                "the user may not call SET."
             )
             if address.folder is not None:
-                advice = "The file system may be full: a tenth of it is always left free."
+                advice = "Free space: the file system may be full. A tenth of it is kept free."
             yield warn(CHECK, f"{address}: {seen}", advice)
         else:
             yield ok(CHECK, seen)

@@ -29,7 +29,7 @@ def _disk(value: str, ranks: int) -> str:
 
 
 def _sized(setting: str) -> Advice:
-    return lambda value, ranks: f"Set {setting}={_gib(value, ranks)}: {_WHOLE}."
+    return lambda value, ranks: f"Set {setting}={_gib(value, ranks)} ({_WHOLE})."
 
 
 def _gib(value: str, ranks: int) -> str:
@@ -64,7 +64,7 @@ EQUIVALENTS: Mapping[str, Advice] = {
     "CHUNK_SIZE": _always("Nothing to set: pages are vLLM's blocks."),
     "SAVE_DECODE_CACHE": _always("Nothing to set: answers are always saved."),
     "SAVE_UNFULL_CHUNK": _always("Nothing to set: partly filled blocks are saved at a turn's end."),
-    "REMOTE_SERDE": _always("TIERED_KV_CODEC selects the codec of pages."),
+    "REMOTE_SERDE": _always("Set TIERED_KV_CODEC to select the codec of pages."),
     "REMOTE_URL": _always(
         "Set TIERED_KV_REMOTE to a Valkey or Redis server, or to a shared folder."
     ),
@@ -73,7 +73,7 @@ EQUIVALENTS: Mapping[str, Advice] = {
         "Nothing to set: pages are identified by vLLM's block hashes."
     ),
     "CONFIG_FILE": _always(
-        "Use environment variables or kv_connector_extra_config: docs/configuration.md."
+        "Use environment variables or kv_connector_extra_config (see docs/configuration.md)."
     ),
     "LOCAL_CPU_USE_HUGEPAGES": _always("Nothing to set: huge pages are requested."),
     "ENABLE_P2P": _always(_NO_SHARING),
@@ -97,4 +97,4 @@ def check_lmcache(env: Mapping[str, str], ranks: int) -> Iterator[Finding]:
             continue
         tell = EQUIVALENTS.get(name.removeprefix(PREFIX))
         advice = tell(env[name], ranks) if tell else "tiered-kv has no equivalent."
-        yield warn(name, f"{env[name]}: the connector does not read it", advice)
+        yield warn(name, f"{env[name]}: tiered-kv does not read this variable", advice)

@@ -215,8 +215,8 @@ FAILURES: Mapping[str, str] = {
     "remote_pages_bad": "Another program writes to the remote store, or its link corrupts data.",
     "remote_calls_failed": "See the server's log: the remote store is down or slow.",
     "remote_pages_refused": "See the server's log: the remote store is full or refuses writes.",
-    "remote_errors": "See the server's log, which has each error once, and report it.",
-    "hook_errors": "See the server's log, which has each error once, and report it.",
+    "remote_errors": "See the server's log, which contains each error once, and report the error.",
+    "hook_errors": "See the server's log, which contains each error once, and report the error.",
     "watchdog_barks": "See the server's log, and report the error.",
     "tool_read_errors": "See the server's log, and report the error.",
     "trace_dropped": "Put TIERED_KV_TRACE on a faster disk, or unset it.",
@@ -304,7 +304,7 @@ def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
         and (mode := cache.get("mamba_cache_mode", "none")) != "none"
     }
     if modes:
-        seen = f"with prefix caching of states (mamba_cache_mode={', '.join(sorted(modes))})"
+        seen = f"on, with prefix caching of states (mamba_cache_mode={', '.join(sorted(modes))})"
         yield warn("speculation", seen, SPECULATED_STATES)
 
 
@@ -349,7 +349,7 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
             yield fail("connector", "vLLM runs without the connector", advice)
         else:
             yield fail(
-                "connector", "the page has no metrics of vLLM", "Use the address of a vLLM server."
+                "connector", "the page has no vLLM metrics", "Use the address of a vLLM server."
             )
         return
     yield from _mode(found)
@@ -363,14 +363,14 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
             seen = f"{failed:,.0f}: {COUNTERS[name][:1].lower()}{COUNTERS[name][1:]}"
             yield warn(name, seen, FAILURES[name])
     if not any(counts.values()):
-        yield ok("failures", f"none, by {len(counts)} counters")
+        yield ok("failures", f"none in {len(counts)} counters")
 
 
 def _mode(found: Mapping[str, float]) -> Iterator[Finding]:
     """Yield a finding if the server is in observe mode."""
     would = found.get(f"{PREFIX}would_have_saved_tokens_total")  # exists only in observe mode
     if would is not None:
-        words = f"observe: {would:,.0f} prompt tokens would have been saved"
+        words = f"observe: the prefill of {would:,.0f} prompt tokens would have been saved"
         yield ok("TIERED_KV_MODE", f"{words}; no KV is moved")
 
 
@@ -386,12 +386,12 @@ def _work(found: Mapping[str, float]) -> Finding:
     whole = sum(parts.values()) or 1.0
     words = (
         f"{turns:,.0f} turns; of their prompt tokens {parts['vram'] / whole:.0%} were in VRAM, "
-        f"{parts['cpu'] / whole:.0%} came from CPU memory, {parts['recomputed'] / whole:.0%} were "
-        "computed"
+        f"{parts['cpu'] / whole:.0%} came from CPU memory and lower tiers, "
+        f"{parts['recomputed'] / whole:.0%} were prefilled"
     )
     if _count(found, "cpu_slots") and not _count(found, "pages_saved"):
         advice = "See the server's log. Turns shorter than a block have no KV to save."
-        return warn("connector", f"{words}; no page was saved", advice)
+        return warn("connector", f"{words}; no pages were saved", advice)
     return ok("connector", words)
 
 
@@ -399,7 +399,7 @@ def _tiers(found: Mapping[str, float]) -> Finding:
     slots = _count(found, "cpu_slots")
     pages, below = (_count(found, name) for name in ("cpu_pages", "ssd_pages"))
     if not slots:
-        advice = "Set TIERED_KV_CPU_GIB, unless the server should only pin."
+        advice = "Set TIERED_KV_CPU_GIB above 0, unless KV should only be pinned in VRAM."
         return warn("tiers", "CPU memory is off", advice)
     words = f"{pages:,.0f} pages in {slots:,.0f} slots of CPU memory, {below:,.0f} on SSD"
     return ok("tiers", words)

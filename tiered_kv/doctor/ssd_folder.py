@@ -112,7 +112,7 @@ def check_ssd(config: TierConfig) -> Iterator[Finding]:
 def _to_be_made(path: Path) -> Finding:
     if os.access(path.parent, os.W_OK | os.X_OK):
         advice = f"To test the disk, create the folder and run doctor again: mkdir {path}"
-        return warn("SSD folder", f"{path} is missing; a server creates it at startup", advice)
+        return warn("SSD folder", f"{path} is missing; the server creates it at startup", advice)
     advice = f"Create the folder for the server's user: this user cannot write to {path.parent}."
     return fail("SSD folder", f"{path} is missing", advice)
 
@@ -131,7 +131,7 @@ def check_mount(mount: Mount) -> Finding:
         (
             mount.kind in IN_MEMORY,
             WARN,
-            "The folder is in memory: raise TIERED_KV_CPU_GIB instead, or choose a disk.",
+            "The folder is in memory: raise TIERED_KV_CPU_GIB instead, or use a folder on a disk.",
         ),
         (
             mount.kind in OVER_NETWORK or mount.kind.startswith("fuse"),
@@ -163,8 +163,8 @@ def _space(config: TierConfig, path: Path) -> Finding:
         seen += f", {ours / GIB:.1f} GiB in stores"
     seen += f", TIERED_KV_SSD_GIB={config.ssd_gib:g}"
     advice = (
-        f"Set TIERED_KV_SSD_GIB={int((free + ours) / GIB)} or less, or free space: pages use only "
-        "the space that is free."
+        f"Set TIERED_KV_SSD_GIB={int((free + ours) / GIB)} or less, or free disk space: otherwise "
+        "the tier is smaller than configured."
     )
     return judge("SSD space", seen, (free + ours < config.ssd_bytes, WARN, advice))
 
@@ -193,5 +193,5 @@ def _speed(path: Path) -> Finding:
 def judge_speed(speed: DiskSpeed) -> Finding:
     """Return the finding about a measured speed."""
     seen = f"reads {speed.read / 1e9:.2f} GB/s, writes {speed.write / 1e9:.2f} GB/s"
-    advice = "Use a local NVMe disk: a GPU computes most contexts faster than this disk reads them."
+    advice = "Use a local NVMe disk: a GPU prefills most contexts faster than this disk reads them."
     return judge("SSD speed", seen, (speed.read < SLOW_BYTES_PER_S, WARN, advice))

@@ -62,10 +62,10 @@ def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
     """
     name = "PYTHONHASHSEED"
     if (seed := env.get(name)) is not None:
-        return ok(name, f"{seed}: only servers with the same seed find the pages again")
+        return ok(name, f"{seed}: only servers with the same seed can find the pages")
     if config.ssd_path is None and config.remote is None:
-        return ok(name, "unset: matters only for pages on SSD and in a remote store")
-    return ok(name, "unset: set it if --prefix-caching-hash-algo names an xxhash")
+        return ok(name, "unset; it matters only for pages that outlive the server")
+    return ok(name, "unset; set it if --prefix-caching-hash-algo selects an xxhash algorithm")
 
 
 def _wrong(name: str, value: str) -> str | None:
@@ -86,7 +86,7 @@ def _meant(name: str) -> str:
     close = difflib.get_close_matches(name, KNOWN, n=1)
     if close:
         return f"There is no such setting: did you mean {close[0]}?"
-    return "There is no such setting: unset it. docs/configuration.md lists them."
+    return "There is no such setting: unset it. docs/configuration.md lists all settings."
 
 
 def _shown(name: str, value: str) -> str:

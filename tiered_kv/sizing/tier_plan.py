@@ -209,13 +209,13 @@ def _notes(
             needed = math.ceil(one.nbytes / one.contexts / GIB)
             notes.append(f"{one.name} cannot hold a whole context, which needs {needed:,} GiB.")
         elif one.restore_s >= compute_s:
-            notes.append(f"Computing is faster than a restore from {one.name}.")
+            notes.append(f"Prefilling a context is faster than restoring it from {one.name}.")
     if setup.jobs is not None:
         fit = [one.name for one in tiers if one.contexts >= setup.jobs]
         whole = f"{fit[0]} holds" if fit else "No tier holds"
         notes.append(f"{whole} the contexts of all {setup.jobs:,} jobs.")
         if fit and fit[0] == tiers[0].name:
-            notes.append("Stock vLLM then performs as well, unless there are more jobs.")
+            notes.append("Stock vLLM then performs equally well, unless there are more jobs.")
     full = next((one for one in shape.layout.groups if one.reach.kind is KvKind.FULL), None)
     advice = full and advise_block_size(full.block, shape.max_len)
     return [*notes, advice] if advice else notes

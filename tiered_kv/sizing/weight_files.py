@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiered_kv.formatting import count
 from tiered_kv.json_fields import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -42,7 +43,7 @@ def weigh(folder: Path, parameters: int, nbytes: float, element: int | None) -> 
     if files := _files(folder):
         try:
             total = sum(tensor for file in files for tensor in _tensors(file, element))
-            return Weights(total, f"{len(files)} safetensors files")
+            return Weights(total, count(len(files), "safetensors file"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass  # Git LFS pointers, or incomplete files
     if (indexed := _indexed_bytes(folder / INDEX)) is not None:

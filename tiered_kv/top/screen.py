@@ -86,7 +86,7 @@ def _lines(texts: Sequence[Text]) -> tuple[RenderableType, int]:
 
 def _head(state: ServerState, view: View) -> Text:
     versions = f"tiered-kv {state.status.version}, vLLM {state.status.vllm_version}"
-    observes = ", observe: simulates, moves nothing" if state.total.mode == "observe" else ""
+    observes = ", observe mode: no KV is moved" if state.total.mode == "observe" else ""
     return line((state.url, "bold"), f"  {versions}, policy {state.total.policy}{observes}")
 
 
@@ -98,10 +98,10 @@ def _sentences(state: ServerState, view: View, canvas: Canvas) -> list[Text]:
     engines = len(state.status.engines)
     if engines > 1 and view.engine is None:
         found += _wrapped(
-            f"Sum of {engines} engines: e shows the engines one by one.", "yellow", canvas
+            f"Sum of {engines} engines. Press e to show the engines one by one.", "yellow", canvas
         )
     elif engines > 1:
-        words = f"Engine {view.engine} of {engines}: e shows the next engine, and then all."
+        words = f"Engine {view.engine} of {engines}. Press e for the next engine, and finally all."
         found += _wrapped(words, "yellow", canvas)
     return found
 
@@ -144,13 +144,13 @@ def _failures(engine: EngineStatus) -> list[Text]:
     """Return a line with the failure counters that are not 0; empty if there are none."""
     found = {name: engine.counters.get(name, 0) for name in FAILURES}
     words = ", ".join(f"{name} {times:,.0f}" for name, times in found.items() if times)
-    return [line((f"{words}: see tiered-kv doctor URL", "red"))] if words else []
+    return [line((f"{words}: run tiered-kv doctor URL", "red"))] if words else []
 
 
 def _jobs(state: ServerState, view: View, canvas: Canvas, rows: int) -> RenderableType:
     looked_at = view.of(state)
     jobs = view.in_order(looked_at.jobs)
-    turned = ", backwards" if view.backwards else ""
+    turned = ", reversed" if view.backwards else ""
     return job_rows(
         jobs[view.top : view.top + rows],
         looked_at.total.now,
@@ -165,7 +165,7 @@ def _left_out(state: ServerState, view: View) -> list[Text]:
     shown = len(view.of(state).jobs)
     if shown <= ONCE_ROWS and state.whole:
         return []
-    words = f"The first {min(ONCE_ROWS, shown)} of {_known(state, view)}."
+    words = f"Showing the first {min(ONCE_ROWS, shown)} of {_known(state, view)} jobs."
     return [line((f"{words} GET /tiered_kv/jobs lists all jobs.", "dim"))]
 
 

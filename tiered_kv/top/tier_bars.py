@@ -55,7 +55,8 @@ def _vram(vram: Vram, canvas: Canvas) -> Text:
 
 def _cpu(cpu: Cpu, canvas: Canvas) -> Text:
     if not cpu.slots:
-        return _off("CPU memory", "TIERED_KV_CPU_GIB is 0, or this type of KV is not saved", canvas)
+        why = "TIERED_KV_CPU_GIB is 0, or the model's KV cannot be offloaded"
+        return _off("CPU memory", why, canvas)
     hot = cpu.slots - cpu.free_slots - cpu.compressed_slots
     parts = (
         Part(hot, "hot", "hot", "█", "#", "green"),

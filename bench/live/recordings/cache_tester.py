@@ -46,7 +46,7 @@ def tester_traces(path: Path) -> Workload:
     if path.is_dir():
         paths = sorted(one for one in path.iterdir() if one.name.endswith((".json", ".json.gz")))
     if not paths:
-        raise RecordingError(f"{path} is a folder without *.json: pass a recording's file")
+        raise RecordingError(f"{path} contains no *.json or *.json.gz files: pass a recording")
     sessions = [session for one in paths for session in read_rows(one, _session)]
     return workload_of(sessions, path.name)
 

@@ -103,9 +103,10 @@ def hashed_requests(path: Path) -> Workload:
         raise RecordingError(
             f"{path} does not have the format of {form.name} traces: "
             f"a request of {odd[0].prompt} tokens has {len(odd[0].hashes)} hashes. "
-            f"{_MOONCAKE.name} traces have one per {_MOONCAKE.block} tokens, and times in "
-            f"{_MOONCAKE.unit}; {_BAILIAN.name} traces, with parent_chat_id, one per "
-            f"{_BAILIAN.block}, and times in {_BAILIAN.unit}. Convert it to one of them."
+            f"{_MOONCAKE.name} traces have a hash per {_MOONCAKE.block} tokens, and times in "
+            f"{_MOONCAKE.unit}. {_BAILIAN.name} traces have parent_chat_id, a hash per "
+            f"{_BAILIAN.block} tokens, and times in {_BAILIAN.unit}. Convert the file to one of "
+            "these formats."
         )
     requests = sorted((one for one in found if not one.is_odd), key=lambda one: one.at_s)
     chains = _chains(requests, form)

@@ -105,7 +105,7 @@ def machine(gpu: str, model: str, *, ranks: int = 1, pool_tokens: int | None = N
     if pool_tokens is None:
         pool_tokens = int(left // net.group_kv_bytes)
     if left <= 0:
-        raise ValueError(f"{model} does not fit into {ranks} {gpu}")
+        raise ValueError(f"{model} does not fit into the VRAM of {ranks} x {gpu}")
     windows = net.windows
     near = windows.count / net.layers if windows is not None else 0.0
     pair_flops = 4 * net.layers * net.heads * net.head

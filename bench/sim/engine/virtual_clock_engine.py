@@ -154,7 +154,9 @@ class Engine:
         trace: Path | None = None,
     ) -> None:
         if server.chunk and machine.groups:
-            raise ValueError(f"{server.name} restores full attention only: choose another model")
+            raise ValueError(
+                f"{server.name} can serve only models with full attention: choose another model"
+            )
         self.machine = machine
         self.now = BEGIN_S
         self.block = block

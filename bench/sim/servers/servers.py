@@ -138,8 +138,8 @@ def server(name: str) -> Server:
     if not ours or tiers not in ([], ["cpu"], ["cpu", "ssd"]) or (at and not tiers):
         known = ", ".join(BASES)
         raise ValueError(
-            f"unknown server {name!r}: use one of {known}, or module:Class, then +cpu or +cpu+ssd, "
-            "then @ and an eviction rule"
+            f"unknown server {name!r}: use one of {known}, or module:Class. Append +cpu or "
+            "+cpu+ssd to add tiers, and then @ and a name to choose an eviction rule"
         )
     if base in _STOCK:
         if tiers:

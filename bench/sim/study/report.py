@@ -131,9 +131,11 @@ def plot(result: Mapping[str, Any], folder: Path) -> list[Path]:
         PlotError: matplotlib is not installed, or there is nothing to draw.
     """
     if "folds" in result:
-        raise PlotError("folds are not drawn: print their table with report")
+        raise PlotError(
+            "a study of folds has no figure: print its table with python -m bench.sim report"
+        )
     if not result["rows"]:
-        raise PlotError("there are no runs to draw")
+        raise PlotError("the result contains no runs to draw")
     folder.mkdir(parents=True, exist_ok=True)
     if "figure" in result:
         return _draw_bars(result, folder / f"study-{result['study']}")

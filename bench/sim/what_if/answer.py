@@ -157,7 +157,7 @@ def what_if(
     if not found.jobs:
         raise WhatIfError(f"no job of {path} fits into the simulated machine")
     if max(one.arrives_s for one in found.workload.jobs) > MOST_SPAN_S:
-        raise WhatIfError(f"the jobs of {path} span more than ten years: cut the trace")
+        raise WhatIfError(f"the jobs of {path} span more than ten years: shorten the trace")
     try:
         with _quiet():
             # The jobs of an outcome, which are sorted by name, are in the order of the workload.
@@ -165,7 +165,7 @@ def what_if(
                 simulate(place.machine, one, found.workload, place.tiers).jobs for one in servers
             ]
     except Stalled as error:
-        raise WhatIfError(f"the simulation of {path} stalls: {error}") from error
+        raise WhatIfError(f"the simulation of {path} failed: {error}") from error
     was = _figures(
         [job.took_s for job in found.jobs],
         [[turn.tokens for turn in job.turns] for job in found.jobs],
@@ -222,7 +222,7 @@ def _recorded_policy(header: TraceHeader, asked: str) -> str:
         return STOCK
     if header.policy not in (*registry.POLICIES, asked):
         raise WhatIfError(
-            f"the trace was recorded under {header.policy!r:.60}, which is not a "
+            f"the trace was recorded with {header.policy!r:.60}, which is not a "
             "built-in policy: pass --recorded to import it"
         )
     return header.policy

@@ -92,8 +92,8 @@ def read_recording(path: Path, most: int = MOST_TURNS) -> Recording:
             count += 1
     if not turns:
         raise WhatIfError(
-            f"{path} cannot be simulated: it contains no turn after a header, and only a header "
-            "has the engine's size"
+            f"{path} cannot be simulated: no turn follows a header, and only headers contain the "
+            "engine's size"
         )
     chosen, found = max(turns.items(), key=lambda one: len(one[1]))
     left_out, bad = count - len(found), tuple(reader.bad)
@@ -143,7 +143,8 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
     if header.groups and header.groups != (FULL,):
         raise WhatIfError(
             f"the engine keeps several types of KV ({', '.join(header.groups)}), which a trace "
-            "does not describe fully: only models with full attention alone can be simulated"
+            "does not describe fully: only models with full attention in all layers can be "
+            "simulated"
         )
     kv_bytes = max(LEAST_KV, header.page_bytes // block // LEAST_KV * LEAST_KV)
     cpu = float(header.tiers_bytes.get(CPU, 0))

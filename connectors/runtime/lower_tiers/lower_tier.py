@@ -449,7 +449,7 @@ class LowerTier:
     def close(self) -> None:
         """Log the tier's totals."""
         if totals := {name: n for name, n in sorted(self.counters.totals.items()) if n}:
-            logger.info("tier %s: %s", self.spec.tier, totals)
+            logger.info("totals of tier %s: %s", self.spec.tier, totals)
 
     def reset(self, fingerprint: bytes) -> None:
         """Start a new generation: stored pages and orders become invalid. Call before the order

@@ -156,8 +156,8 @@ class Observation:
         self._fit = fit
         engine.counters.start(WOULD_HAVE_SAVED)
         logger.warning(
-            "TIERED_KV_MODE=observe: the connector decides and traces, but keeps no KV. To "
-            "keep KV, set it to manage or unset it"
+            "TIERED_KV_MODE=observe: decisions are made and traced, but no KV is kept. To keep "
+            "KV, unset TIERED_KV_MODE"
         )
 
     @property

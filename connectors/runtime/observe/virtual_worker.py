@@ -58,7 +58,7 @@ class Line:
 
     def __init__(self, bandwidth: float, latency_s: float = 0.0) -> None:
         if bandwidth <= 0:
-            raise ValueError("a link needs a bandwidth above 0")
+            raise ValueError("the bandwidth of a link must be above 0")
         self.bandwidth = bandwidth
         self.latency_s = latency_s
         self.carried = 0

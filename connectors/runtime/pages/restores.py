@@ -229,7 +229,7 @@ class Restores:
     def _order_whole(self, turn: Turn, hit: Hit, runs: Sequence[PlacedRun]) -> None:
         if len(runs) > 1 and not all(map(self._index.readable, hit.keys)):
             # Checked before any order is created.
-            raise RuntimeError("a page that was offered has been evicted")
+            raise RuntimeError("a page of the offered restore has been evicted")
         for part, run in zip(hit.parts, runs, strict=True):
             where = list(map(_ID, run.blocks))
             order = self._plan(turn, run.keys, where, hit.mode, part.group)

@@ -181,7 +181,8 @@ class Captures:
         turns = [self._turns.by_id[one] for one in job.running if one in self._turns.by_id]
         if len(turns) > 1:
             raise SnapshotError(
-                "Several turns of this job are running: wait until they finish (--wait-turn)."
+                "Several turns of this job are running: wait until they have finished, as a "
+                "snapshot with --wait-turn does."
             )
         return turns[0] if turns else None
 
@@ -227,8 +228,8 @@ class Captures:
         """
         if self._facts.has_states:
             raise SnapshotError(
-                "A running turn of a model with states cannot be captured: wait until it "
-                "finishes (--wait-turn)."
+                "A running turn of a model with states cannot be captured: wait until the turn "
+                "has finished, as a snapshot with --wait-turn does."
             )
         context = Context.of(turn.request, turn.number, parents)
         tokens = list(context.token_ids[: context.kv_tokens + 1])
@@ -266,7 +267,7 @@ class Captures:
             raise SnapshotError(LOST_BLOCKS)
         if len(pages) != len(blocks):
             raise SnapshotError(
-                "The tokens of this prompt do not identify its KV, so it can be neither saved "
+                "The tokens of this prompt do not identify its KV, so the job can be neither saved "
                 "nor forked."
             )
         if len(pages) > self._index.num_slots:
@@ -282,7 +283,7 @@ class Captures:
                 if not blocks:
                     raise SnapshotError(LOST_BLOCKS)
                 if len(missing) >= least:
-                    raise SnapshotError("A copy to CPU memory failed: try again.")
+                    raise SnapshotError("Copying pages to CPU memory failed: try again.")
                 least = len(missing)
                 saved = self._save({key: sources[key] for key in absent})
                 if not saved and len(absent) == len(missing):
@@ -341,7 +342,7 @@ class Captures:
             absent = [key for key in missing if not self._index.state(key).moving]
             if absent:
                 if (tokens, len(missing)) >= least:
-                    raise SnapshotError("A copy to CPU memory failed: try again.")
+                    raise SnapshotError("Copying pages to CPU memory failed: try again.")
                 least = tokens, len(missing)
                 saved, ordered = self._fetch(absent)
                 if not ordered and len(absent) == len(missing):

@@ -146,7 +146,7 @@ class Operations:
 
     def _fail(self, number: int, operation: _Operation) -> None:
         logger.exception("a snapshot operation failed")
-        self._end(number, operation, why="The operation failed; see the engine's log.")
+        self._end(number, operation, why="The operation failed: see the engine's log.")
 
     def _end(self, number: int, operation: _Operation, why: str) -> None:
         operation.why, operation.wait = why, None  # the wait references everything that was held
@@ -154,7 +154,7 @@ class Operations:
         try:
             operation.steps.close()
         except Exception:
-            logger.exception("a failed snapshot operation could not be undone")
+            logger.exception("the cleanup of a snapshot operation failed")
 
     def end_all(self, why: str) -> None:
         """Fail every unfinished operation."""

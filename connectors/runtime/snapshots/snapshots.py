@@ -57,9 +57,9 @@ class NoSnapshots:
             NoFolderError: always.
         """
         raise NoFolderError(
-            "In observe mode this engine keeps no KV: unset TIERED_KV_MODE."
+            "In observe mode this engine keeps no KV: unset TIERED_KV_MODE, and restart the server."
             if self._observes
-            else "This server has no snapshot folder: set TIERED_KV_SNAPSHOT_PATH and restart it."
+            else "This server has no snapshot folder: set TIERED_KV_SNAPSHOT_PATH, and restart it."
         )
 
     restore = fork = outcome = take
@@ -249,8 +249,8 @@ class Snapshots:
             yield from self._read(opened, pages, held)
             if self._turns_of(key) != before:
                 raise SnapshotError(
-                    "A turn of this job arrived while its snapshot was read: name another job "
-                    "with --job, or restore it after the job has finished."
+                    "A turn of this job arrived while its snapshot was read: choose another name "
+                    "with --job, or restore the snapshot after the job has finished."
                 )
             self._index.touch(reversed(keys))
             remember_tail(named, self._facts, self._tails)
@@ -288,7 +288,7 @@ class Snapshots:
         """
         job = self._manager.jobs.get(key)
         if job is not None and job.running:
-            raise SnapshotError("A job of this name is running: name another with --job.")
+            raise SnapshotError("A job with this name is running: choose another name with --job.")
         return (job.number, job.turns) if job is not None else None
 
     def _read(
@@ -406,7 +406,7 @@ class Snapshots:
 
     def on_reset(self) -> None:
         """Fail every operation and forget all contexts, because existing KV has become invalid."""
-        self.operations.end_all("The cache was reset meanwhile.")
+        self.operations.end_all("The cache was reset during the operation: try again.")
         self.contexts.clear()
 
     def drain(self) -> None:

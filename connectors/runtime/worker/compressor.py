@@ -97,7 +97,8 @@ class Compressor:
                 slots = bundles.pack(order.keys, order.slots, self._encoders.map, note)
         except Exception:
             logger.exception(
-                "compression failed, which lost %s in CPU memory", count(len(order.slots), "page")
+                "compression failed, and CPU memory lost %s",
+                count(len(order.slots), "page"),
             )
         failed = frozenset[int]() if slots else frozenset(range(len(order.slots)))
         nbytes = len(order.slots) * self._slots.shape[1]

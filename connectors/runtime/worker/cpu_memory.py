@@ -70,7 +70,7 @@ def slots_of(facts: EngineFacts, config: TierConfig) -> int:
         raise ConfigError(
             f"TIERED_KV_CPU_GIB={config.cpu_gib:g} is too small for a single page, which "
             f"takes {facts.slot_bytes / (1 << 20):g} MiB on each of {facts.ranks} ranks: "
-            "raise it, or set 0."
+            "raise it, or set it to 0 to keep no KV in CPU memory."
         )
     return slots
 

@@ -68,7 +68,9 @@ class PackNote(Note):
                 if note.pages:
                     self._memory.validate_bundle(note, [self._tickets[at] for at in note.slots])
         except Exception:  # a page that cannot be found again is still usable now
-            logger.exception("compressed pages cannot be recorded in the memory file")
+            logger.exception(
+                "pages cannot be recorded in the memory file, and will not survive a restart"
+            )
 
     def _validate(self, bundle: Bundle) -> None:
         for slot, (key, record) in zip(bundle.slots, bundle.records.items(), strict=True):
@@ -244,8 +246,8 @@ def open_lasting(
         return None
     if not all(one.lasting for one in fingerprints):
         logger.warning(
-            "CPU memory will not outlive this engine: its model has no files by which a later "
-            "engine could recognize the weights"
+            "pages in CPU memory will not survive a restart: the model has no files by which the "
+            "next engine could recognize its weights"
         )
         return None
     geometry = Geometry(

@@ -69,7 +69,7 @@ class SnapshotWorker:
         try:
             failed = self._write(order) if isinstance(order, ExportOrder) else self._read(order)
         except Exception:
-            logger.exception("the pages of a snapshot cannot be copied")
+            logger.exception("the pages of a snapshot could not be copied")
             failed = all_of_them
         nbytes = sum(self._groups[group].page_bytes for group in order.groups)
         seconds = time.perf_counter() - began

@@ -39,7 +39,7 @@ _WITHOUT = {
     "logit_bias": "logit biases",
     "allowed_token_ids": "allowed tokens",
     "bad_words": "bad words",
-    "thinking_token_budget": "a budget for thinking",
+    "thinking_token_budget": "a thinking budget",
     "logits_processors": "logit processors",
 }
 """Sampling parameters whose state cannot be derived from the tokens, with their names in
@@ -50,7 +50,7 @@ def read_sampling(request: Any) -> Sampling:
     """Return the sampling parameters of a vLLM request."""
     params = request.sampling_params
     if params is None:
-        return Sampling(inexact="this request samples nothing.")
+        return Sampling(inexact="the request generates no text.")
     told = {name: getattr(params, name, None) for name in TOLD}
     given = {name: value for name, value in told.items() if _is_plain(value)}
     return Sampling(given, _inexact(params))
@@ -69,9 +69,9 @@ def _inexact(params: Any) -> str | None:
     if params.temperature != 0:
         return "the turn is not greedy: send temperature 0."
     if any(getattr(params, name) != value for name, value in _NEUTRAL.items()):
-        return "the turn has penalties, which count tokens of prompt and answer separately."
+        return "the turn has penalties, which count prompt and answer tokens separately."
     if params.min_tokens:
-        return "the turn has min_tokens, which count from the start of its answer."
+        return "the turn has min_tokens, which is counted from the start of its answer."
     return None
 
 
@@ -126,7 +126,7 @@ class UnreadIds:
                 logger.info(
                     "%d requests named no job, and none came through tiered-kv's middleware. If "
                     "clients name their sessions in headers or body fields, as Claude Code, Codex "
-                    "and OpenCode do, nothing reads them: set VLLM_PLUGINS=%s",
+                    "and OpenCode do, tiered-kv does not see these names: set VLLM_PLUGINS=%s",
                     UNNAMED,
                     PLUGIN,
                 )

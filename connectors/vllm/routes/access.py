@@ -108,7 +108,7 @@ class Access:
             raise Refusal(
                 403,
                 "These routes are off, because the server accepts connections from other machines: "
-                f"set {ADMIN_TOKEN} for the server and send it, or serve on --host 127.0.0.1.",
+                f"set {ADMIN_TOKEN} for the server and send it, or serve with --host 127.0.0.1.",
             )
         if _is_passed_on(headers) or not is_loopback(_host(headers)):
             raise Refusal(

@@ -79,9 +79,9 @@ class TieredEndpoints:
         self._engines = EngineCalls(engine_client)
         self._access = Access.of(os.environ, args)
         if self._access.token is not None:
-            logger.info("/tiered_kv answers clients with the token")
+            logger.info("/tiered_kv answers clients that send the token")
         elif self._access.on_loopback:
-            logger.info("/tiered_kv answers programs on this machine")
+            logger.info("/tiered_kv answers only programs on this machine")
         else:
             logger.warning(
                 "/tiered_kv refuses all clients, because the server accepts connections from "

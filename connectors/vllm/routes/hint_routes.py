@@ -30,11 +30,11 @@ NO_ACTIONS = (
     'The body has no list of actions: send {"actions": [{"action_type": "release", "payload": '
     '{"job_id": "ID"}}]}.'
 )
-WRONG_SALT = "cache_salt must be a string, the one that the job's requests have."
-WRONG_NUMBER = "number must be a job's number, or ENGINE.NUMBER: GET /tiered_kv/jobs has both."
+WRONG_SALT = "cache_salt must be a string: the cache_salt of the job's requests."
+WRONG_NUMBER = "number must be a job's number, or ENGINE.NUMBER: GET /tiered_kv/jobs lists both."
 SEVERAL = (
-    "Several jobs have this id, with different cache salts or in different engines: add "
-    "?number=ENGINE.NUMBER of one of them, from GET /tiered_kv/jobs/ID."
+    "Several jobs have this id, with different cache salts or in different engines: choose one "
+    "with ?number=ENGINE.NUMBER, both from GET /tiered_kv/jobs/ID."
 )
 
 _BEST_FIRST = [outcome.value for outcome in Outcome]

@@ -96,7 +96,7 @@ _NAME = (
 )
 _JOB = f"a job id: a string of 1 to {MAX_JOB_ID_CHARS} characters"
 _NEW_JOB = f"{_JOB}, which must not start with {INFERRED_PREFIX.strip()}"
-_NEW_JOBS = f"a list of 1 to {MOST_FORKS} different ids, each of them {_NEW_JOB}"
+_NEW_JOBS = f"a list of 1 to {MOST_FORKS} different ids, each {_NEW_JOB}"
 _SECONDS = f"a number of seconds from 0 to {MOST_TIMEOUT_S:.0f}"
 
 TIMEOUT = "timeout_s"
@@ -141,7 +141,7 @@ def read_fields(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
         )
     lacks = [name for name in fields if fields[name].default is _NEEDED and name not in given]
     if lacks:
-        raise Refusal(400, f"The body lacks {' and '.join(lacks)}.")
+        raise Refusal(400, f"The body lacks required fields: {', '.join(lacks)}.")
     return {
         name: _checked(name, one, given[name]) if name in given else one.default
         for name, one in fields.items()
@@ -157,7 +157,7 @@ def read_object(body: bytes) -> Mapping[str, Any]:
     try:
         return mapping(parse(body))
     except ValueError:
-        raise Refusal(400, "The body is not a JSON object, or has a duplicate name.") from None
+        raise Refusal(400, "The body is not a JSON object, or repeats a field.") from None
 
 
 def _checked(name: str, field: Field, value: object) -> Any:
@@ -358,8 +358,8 @@ class SnapshotRoutes:
                 raise Refusal(
                     504,
                     f"The operation has not finished within {patience.timeout_s:g} s, and "
-                    f"continues{f' ({doing})' if doing else ''}: to wait for it, set a larger "
-                    "timeout_s.",
+                    f"continues on the server{f' ({doing})' if doing else ''}: set a larger "
+                    "timeout_s to wait longer.",
                 )
             await asyncio.sleep(min(pause, patience.left_s))
             pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_S)

@@ -232,7 +232,7 @@ def test_a_job_whose_request_fails_ends_and_the_others_continue() -> None:
     [
         (StubServer(lacks=("token_ids",)), "the answer has no token ids"),
         (StubServer(lacks=("usage",)), "does not report token counts"),
-        (StubServer(obeys=False), "did not answer with the forced tokens"),
+        (StubServer(obeys=False), "differs from the forced tokens"),
         (StubServer(breaks_off=True), "got no answer"),
     ],
 )

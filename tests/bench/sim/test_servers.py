@@ -43,7 +43,7 @@ def test_a_server_may_have_another_eviction_rule_and_parts_from_elsewhere() -> N
     assert (named.policy, named.cpu) == ("tiered_kv.testing.policies:FixedPin", True)
     assert named.eviction == rule
     assert named.outside == {"tiered_kv.testing.policies", "tiered_kv.policies.cache.lru"}
-    with pytest.raises(ValueError, match="@ and an eviction rule"):
+    with pytest.raises(ValueError, match="to choose an eviction rule"):
         server("occupancy@lru")  # without a CPU tier there are no pages to evict
     with pytest.raises(ValueError, match="is not a known eviction rule: did you mean lru"):
         server("occupancy+cpu@lur")

@@ -74,7 +74,7 @@ def test_a_small_fold_names_the_best_of_the_others(bench: Bench) -> None:
     assert row["best_other"] == min(others, key=row["mean_s"].__getitem__)
     assert result["geomean_over_best"] == pytest.approx(row["over_best"]["value"])
     assert f"| {row['best_other']}, " in report(result)
-    with pytest.raises(PlotError, match="with report"):
+    with pytest.raises(PlotError, match="print its table with"):
         plot(result, Path())
 
 

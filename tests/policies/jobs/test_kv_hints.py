@@ -103,7 +103,7 @@ def test_an_unknown_version_is_read_as_a_known_one_with_one_warning() -> None:
     assert [bool(one.note) for one in reader.hints] == [True, False]
     done = [HintResult(name, None, Outcome.ACCEPTED, "Done.") for name in "ab"]
     said = results_json(done, reader.hints)
-    assert said[0]["reason"] == "This version of retain is unknown: read as 1.0. Done."
+    assert said[0]["reason"] == "This version of retain is unknown: version 1.0 is assumed. Done."
     assert said[1] == {"action_id": "b", "outcome": "accepted", "reason": "Done."}
 
 

@@ -244,7 +244,7 @@ def test_the_scheduler_that_vllm_has_for_diffusion_models_is_not_replaced(
     """vLLM uses the scheduler class that --scheduler-cls names, and would not use its own."""
     rig = make_rig(extra=None, ahead=ahead)
     rig.config.diffusion_config = object()
-    with pytest.raises(UnsupportedError, match=r"diffusion models: remove --scheduler-cls\.$"):
+    with pytest.raises(UnsupportedError, match=r"separate scheduler: remove --scheduler-cls\.$"):
         make_scheduler(
             rig.config, rig.scheduler.kv_cache_config, log_stats=False, in_job_order=True
         )

@@ -179,4 +179,4 @@ def test_a_scheduler_that_cannot_query_logs_it_once(
             begin(rig, name)
         rig.run()
     assert rig.count("hook_errors") > 10
-    assert caplog.text.count("held requests are admitted") == 1
+    assert caplog.text.count("held-back requests are admitted") == 1

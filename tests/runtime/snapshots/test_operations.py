@@ -141,7 +141,7 @@ def test_work_that_has_not_started_is_cancelled(operations: Operations) -> None:
         return Answer((yield from file_work("files", work)))
 
     number = operations.begin(steps())
-    operations.end_all("The cache was reset meanwhile.")
+    operations.end_all("The cache was reset during the operation: try again.")
     assert work.cancelled()
     work = Future()
     number = operations.begin(steps())

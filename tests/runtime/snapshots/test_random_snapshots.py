@@ -45,7 +45,7 @@ from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
 
 pytestmark = pytest.mark.usefixtures("small_bundles")
-INJECTED = "The operation failed; see the engine's log."
+INJECTED = "The operation failed: see the engine's log."
 
 
 class Naming:

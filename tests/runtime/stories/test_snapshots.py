@@ -384,7 +384,7 @@ def test_an_abort_during_a_capture_leaves_it_complete(engine: Any, at: int) -> N
 # -- operations that end early -----------------------------------------------------------
 
 ENDS = {
-    "reset": "The cache was reset meanwhile.",
+    "reset": "The cache was reset during the operation: try again.",
     "too long": "It took too long",
     "error": "see the engine's log",
 }
@@ -589,7 +589,7 @@ def test_a_capture_whose_copies_keep_failing_reports_it(engine: Any) -> None:
     for _ in range(9):
         faulty.fail_next(Direction.SAVE)
 
-    assert "A copy to CPU memory failed" in why(rig, take(rig, "agent", "night", exact=True))
+    assert "Copying pages to CPU memory failed" in why(rig, take(rig, "agent", "night", exact=True))
 
     assert 1 <= faulty.struck < 9
     rig.run()
@@ -606,7 +606,7 @@ def test_a_waiting_job_whose_copies_keep_failing_reports_it(engine: Any) -> None
     assert not len(rig.index)
     struck = faulty.struck
 
-    assert "A copy to CPU memory failed" in why(rig, take(rig, "agent", "night"))
+    assert "Copying pages to CPU memory failed" in why(rig, take(rig, "agent", "night"))
 
     assert faulty.struck == struck + 1
     rig.run()

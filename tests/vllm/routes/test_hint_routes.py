@@ -82,7 +82,7 @@ def test_the_best_outcome_of_all_engines_counts(monkeypatch: pytest.MonkeyPatch)
         (b"[]", 400, "JSON object"),
         (b'{"actions": [NaN]}', 400, "JSON object"),
         (b"[" * 100_000, 400, "JSON object"),
-        (b'{"actions": [], "actions": []}', 400, "duplicate"),
+        (b'{"actions": [], "actions": []}', 400, "repeats a field"),
         ({}, 400, "action_type"),
         ({"actions": {"action_type": "release"}}, 400, "action_type"),
         ({"actions": [], "cache_salt": 7}, 400, "cache_salt"),

@@ -212,7 +212,7 @@ def test_an_operation_continues_after_its_client_stops_waiting(
     _, ask = serve(monkeypatch, core)
     for path in BODIES:
         said = sentence(post(ask, path, timeout_s=0), 504)
-        assert "not finished within 0 s, and continues (writing pages)" in said
+        assert "not finished within 0 s, and continues on the server (writing pages)" in said
     assert {one["ask"] for one in core.asked} == {"job", "snapshot", "fork", "restore", "operation"}
 
 

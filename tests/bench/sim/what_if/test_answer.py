@@ -147,15 +147,15 @@ def test_what_cannot_be_simulated_is_refused_with_the_reason(trace: Path, tmp_pa
     later = [json.loads(one) | {"arrived": 1e10, "job": "later"} for one in lines[1:2]]
     far.write_text("".join([*lines, *(json.dumps(one) + "\n" for one in later)]))
     for path, said in (
-        (empty, "no turn after a header"),
-        (headless, "no turn after a header"),
+        (empty, "no turn follows a header"),
+        (headless, "no turn follows a header"),
         (few, "record more turns"),
-        (far, "more than ten years: cut the trace"),
+        (far, "more than ten years: shorten the trace"),
         (rewritten(trace, tmp_path, groups=["full", "state"]), "several types of KV"),
     ):
         with pytest.raises(WhatIfError, match=said):
             what_if(path, "stock")
-    with pytest.raises(WhatIfError, match="no turn after a header"):
+    with pytest.raises(WhatIfError, match="no turn follows a header"):
         what_if(rewritten(trace, tmp_path, vram_blocks=-1), "stock")
     for blocks in (0, 2**50):
         with pytest.raises(WhatIfError, match=f"vram_blocks={blocks} "):
