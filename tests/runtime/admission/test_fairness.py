@@ -19,8 +19,8 @@ OPEN = 8
 
 
 def served(make_rig: MakeRig) -> Rig:
-    """Create a rig with forecasts. VRAM and CPU memory together hold all contexts that one client
-    leaves open, and more."""
+    """Create a rig with the ``occupancy`` policy. VRAM and CPU memory together hold all contexts
+    that one client leaves open, and more."""
     return make_rig(
         blocks=128,
         max_model_len=2048,
@@ -45,7 +45,7 @@ def leaves_open(rig: Rig, said: dict[str, Any], jobs: int = OPEN) -> None:
 
 
 def waits_s(rig: Rig, name: str) -> float:
-    """Return for how many seconds a new job of another client is held back."""
+    """Add a new job of another client, and return for how many seconds it is held back."""
     params = {"job_id": name, "is_last_step": True}
     rig.add(name, text(TOKENS, seed=sum(name.encode())), params=params, salt=f"salt {name}")
     began = rig.now
@@ -92,7 +92,8 @@ def test_a_late_return_does_not_affect_other_jobs(make_rig: MakeRig) -> None:
 
 
 def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig: MakeRig) -> None:
-    """The pin's worth was computed while a return was likely."""
+    """The pin got its value while a return of its job was likely. Twenty seconds later, a return is
+    unlikely, and the pin is released for a new job of another client."""
     rig = make_rig(
         blocks=64,
         max_model_len=1024,
@@ -121,7 +122,8 @@ def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig:
 
 
 def test_a_context_shared_by_ended_jobs_needs_no_space(make_rig: MakeRig) -> None:
-    """Clients that never use a job name twice leave many ended jobs with a common context."""
+    """A client that uses a new job name in every request leaves many jobs with a common context.
+    Once they are unlikely to return, hardly any space is reserved for them."""
     rig = served(make_rig)
     shared = text(TOKENS, seed=7)
     said = {"tool_name": "bash", "expected_tool_s": 1.0, "is_last_step": False}

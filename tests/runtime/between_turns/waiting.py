@@ -103,7 +103,7 @@ def pinned(rig: Rig) -> int:
 
 
 def traced(rig: Rig) -> dict[str, TurnRecord]:
-    """Close the engine, and return its trace by request."""
+    """Close the engine, and return the turn records of its trace, by request id."""
     rig.close()
     assert rig.options.extra is not None
     reader = TraceReader(Path(rig.options.extra["trace"]))
