@@ -106,8 +106,8 @@ def test_jobs_that_alternate_between_engines_get_the_same_answers(
 def test_a_store_without_windows_and_states_costs_little_time(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], servers: list[ValkeyServer]
 ) -> None:
-    """Pages of one group are useless without the other groups' pages, except at chunk
-    boundaries."""
+    """The store has only the pages of the full attention group. They are useless without the other
+    groups' pages, except at chunk boundaries, so none are read beyond the last such boundary."""
     first = open_engine(make_rig, groups, servers)
     answer = ask(first, "t1", PROMPT, ANSWER)
     fingerprints = [
