@@ -119,8 +119,8 @@ def test_an_exception_in_a_hook_only_increments_a_counter(
 def test_a_restore_that_cannot_be_ordered_is_recomputed(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM already counts the tokens as computed, so without a reported failure it would use
-    garbage."""
+    """vLLM already counts the restored tokens as computed. If the connector did not report a
+    failure, vLLM would use garbage."""
     rig = make_rig()
     prompt = text(300, seed=1)
     rig.ask("first", prompt)

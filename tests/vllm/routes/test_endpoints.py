@@ -92,7 +92,8 @@ def test_a_page_of_jobs_covers_all_engines(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_long_page_is_requested_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine returns at most 100 jobs between two steps."""
+    """An engine returns at most 100 jobs per call, so a longer page of the list takes several
+    calls."""
 
     class Engine(FakeCore):
         async def call_utility_all_async(self, method: str, question: dict[str, Any]) -> list[str]:
