@@ -1,4 +1,4 @@
-"""A current engine continues from the files of an engine of commit 913b4b9.
+"""The current engine continues with the files that an engine of commit 913b4b9 wrote.
 
 Page keys are those of ``tiered_kv.testing.engine``. A change of how that engine names its model or
 its blocks makes these files unreadable, as a change of the product's own keys would.

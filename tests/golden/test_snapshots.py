@@ -1,5 +1,5 @@
-"""A snapshot of commit 913b4b9, as a folder and as a zip file: two ranks, and groups of two
-formats."""
+"""A snapshot written by commit 913b4b9, as a folder and as a zip file, with two ranks and two
+groups of different page formats."""
 
 from __future__ import annotations
 
