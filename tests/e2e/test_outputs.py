@@ -34,10 +34,10 @@ ANSWER = 8
 class Stock:
     """Texts, and stock vLLM's answers to them.
 
-    The last token of each text is stock's own answer to the rest of the text. Stock therefore
-    decodes it in a step with one token per request, like an engine that has restored the rest: in
-    batches of the same shapes, over KV that was computed in the same batches. Rounding depends only
-    on these.
+    The last token of each text is stock's own answer to the rest of the text. Stock vLLM therefore
+    decodes that token in a step with one token per request, like an engine that has restored the
+    rest of the text. The two engines then use batches of the same shapes, and KV that was computed
+    in the same batches. Rounding depends only on these.
 
     Attributes:
         rests: the texts without their last tokens.

@@ -156,8 +156,8 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
 def test_two_engines_with_one_process_number_save_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engines of two containers both have process id 1. If one saves while the other does,
-    neither fails, and one complete file is left."""
+    """The engines of two containers both have process id 1. If both save at the same time, neither
+    fails, and one complete file is left."""
     one, other = (PolicyState(learned(n), tmp_path, "counting") for n in (1, 2))
     monkeypatch.setattr(os, "getpid", lambda: 1)
     waiting = [other]

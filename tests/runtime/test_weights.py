@@ -93,8 +93,8 @@ def test_a_request_that_runs_meanwhile_is_not_saved(make_rig: MakeRig) -> None:
 def test_after_a_restart_no_kv_of_updated_weights_is_found(
     make_rig: MakeRig, tmp_path: Path, place: str
 ) -> None:
-    """After an update and a restart, the engine has the weights on disk again. A prompt that the
-    updated weights computed is not found, although its cache salt, the version of the trained
+    """After an update and a restart, the engine has the weights on disk again. KV that the updated
+    weights computed is not found, although the prompt's cache salt, the version of the trained
     policy, is the same."""
     folder = tmp_path / place
     extra: dict[str, Any] = {"codec": "raw", "cpu_gib": 0.001, "policy": "lru"}
@@ -187,7 +187,7 @@ class Several:
 
 
 def test_a_declared_weight_version_counts_as_an_update(make_rig: MakeRig) -> None:
-    """A call of vLLM's ``set_weight_version`` counts as an update of the weights, whatever way they
+    """A call of vLLM's ``set_weight_version`` counts as an update, regardless of how the weights
     were transferred."""
     from vllm.v1.engine.core import EngineCore
 

@@ -186,7 +186,8 @@ def test_old_adapter_loads_are_forgotten(
 def test_models_with_overridden_configurations_have_different_fingerprints(
     make_rig: MakeRig,
 ) -> None:
-    """``--hf-overrides`` changes the configuration although the model's files are the same."""
+    """``--hf-overrides`` changes the configuration, and so the fingerprint, although the model's
+    files are the same."""
     rig = make_rig()
     before = fingerprint(rig).config
     assert before == fingerprint(rig).config
@@ -221,7 +222,8 @@ def test_overrides_outside_the_text_model_count_if_there_are_any(
 def test_weights_not_loaded_from_files_are_not_identified_by_files(
     make_rig: MakeRig, tmp_path: Path, load_format: str, found: bool
 ) -> None:
-    """``--load-format dummy`` creates different weights at each start, whatever files exist."""
+    """``--load-format dummy`` creates different weights at each start, whatever files exist. Each
+    start therefore has a different fingerprint."""
     rig = make_rig()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
     rig.config.load_config.load_format = load_format
@@ -233,8 +235,8 @@ def test_weights_not_loaded_from_files_are_not_identified_by_files(
 def test_a_model_with_weights_elsewhere_is_not_identified_by_its_configuration(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """The weights may be in object storage, for example. A fine-tuned model has the same
-    configuration."""
+    """If the weights are not in the model's folder but, for example, in object storage, each start
+    has a different fingerprint. A fine-tuned model could have the same configuration."""
     rig = make_rig()
     assert fingerprint(rig).lasting
     (tmp_path / "model" / "model.safetensors").unlink()

@@ -64,7 +64,8 @@ def test_the_log_reports_once_that_ids_in_headers_are_not_read(
     ids: dict[str, Any],
     said: bool,
 ) -> None:
-    """The engine does not see headers. It only sees that no request has IDs from the middleware."""
+    """The engine does not see headers. It only sees that no request has IDs from the middleware,
+    and logs this once, after several such requests."""
     monkeypatch.setattr(vllm_request, "UNNAMED", 3)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:

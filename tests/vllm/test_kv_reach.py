@@ -22,7 +22,8 @@ SPANS = (KvKind.WINDOW, KvKind.CHUNK)
 
 @pytest.fixture(scope="module", autouse=True)
 def _managers_are_known(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """vLLM registers the managers of its KV cache specs when an engine is configured."""
+    """Configure an engine, because only then does vLLM register the managers of its KV cache
+    specs."""
     size = EngineSize(64, 16, CELL, LONGEST, 64, 256, "fcfs")
     engine_config(tmp_path_factory.mktemp("model"), size, None)
 

@@ -197,8 +197,8 @@ def test_ids_that_a_client_sends_as_carried_take_precedence() -> None:
 
 
 def test_headers_are_never_used_as_a_salt() -> None:
-    """Headers are not verified. Clients are separated only by the salt in the body, which is part
-    of the block hashes."""
+    """No header becomes a cache salt, because headers are not verified. Clients are separated only
+    by the salt in the body, which is part of the block hashes."""
     names = (*HEADERS, "cache_salt", "x-cache-salt")
     every = [(name.encode(), b"claimed") for name in names]
     asked = json.dumps({"messages": []}).encode()

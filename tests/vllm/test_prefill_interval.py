@@ -76,7 +76,7 @@ def test_a_turn_waits_with_its_restore_and_takes_no_pin(
     make_rig: MakeRig, mode: RestoreMode, in_job_order: bool
 ) -> None:
     """An async restore runs during the steps of the interval. A sync restore is offered again in
-    each step."""
+    each step. In both cases, no pin is released."""
     rig = make_rig(blocks=96, max_model_len=512, in_job_order=in_job_order, configure=hold)
     rig.pages.restores.policy = AlwaysRestore(mode)
     rig.ask("t1", PROMPT)

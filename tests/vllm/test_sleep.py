@@ -111,7 +111,7 @@ def test_saves_may_start_after_the_polls_of_their_step(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's newer model runner (since 0.33) runs the draft model between the polls and the saves
-    of a step. Pages are saved and restored all the same."""
+    of a step. Pages are still saved and restored."""
     rig = make_rig()
     worker = rig.worker
     save, clear = worker.wait_for_save, worker.clear_connector_metadata

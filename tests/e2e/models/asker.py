@@ -152,7 +152,7 @@ class Asker:
 
     @property
     def alignment(self) -> int:
-        """Number of tokens of which the length of every prefix hit in VRAM is a multiple."""
+        """A number of tokens: the length of every prefix hit in VRAM is a multiple of it."""
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         return max(int(manager.cache_hit_alignment_tokens) for manager in managers)
 

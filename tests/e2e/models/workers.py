@@ -215,7 +215,7 @@ def watch(worker: Any) -> None:
 
 
 def keep(worker: Any, label: str, tables: Tables, tokens: int) -> None:
-    """Copy blocks, see ``Vram.keep``."""
+    """Copy blocks (see ``Vram.keep``)."""
     worker.model_runner.watched_vram.keep(label, tables, tokens)
 
 

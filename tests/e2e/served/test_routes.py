@@ -126,7 +126,7 @@ def test_pages_of_the_job_list_contain_each_job_once(client: httpx.Client) -> No
 
 
 def test_an_idle_engine_answers_and_stays_idle(client: httpx.Client) -> None:
-    """A query is answered by an idle engine without running a step."""
+    """An idle engine answers a query without running a step."""
     deadline = time.monotonic() + EVENT_S
     while (steps := status(client)["steps"]) != status(client)["steps"]:
         assert time.monotonic() < deadline, "copies end"

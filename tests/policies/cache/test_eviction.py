@@ -143,8 +143,8 @@ def test_a_job_whose_time_has_passed_is_not_expected() -> None:
 
 
 def test_pages_that_take_longer_to_recompute_are_kept_longer() -> None:
-    """Recomputing the end of a long context takes longer than recomputing the end of a short
-    one."""
+    """Recomputing the end of a long context takes longer than recomputing the end of a short one,
+    so it is evicted later."""
     pool = Pool(A, B)
     pool.waits("dear", [A], SOON, page_s=3.0)
     pool.waits("cheap", [B], SOON, page_s=1.0)
@@ -256,7 +256,8 @@ def test_the_worth_of_a_page_of_no_job_halves_every_half_minute() -> None:
 
 
 def test_pages_shared_by_finished_jobs_are_evicted() -> None:
-    """Two finished jobs shared pages A and B; a third job is expected back and needs C."""
+    """Two finished jobs shared pages A and B. A third job is expected back and needs C, so A and B
+    are evicted first."""
     pool = Pool(A, B, C)
     pool.waits("one", [A, B], SOON)
     pool.waits("two", [A, B], SOON)

@@ -73,8 +73,8 @@ def test_a_thread_with_the_id_of_its_session_is_the_main_agent() -> None:
 
 
 def test_sessions_may_have_parents() -> None:
-    """OpenCode starts a session for each sub-agent. The id of that session is also vLLM's session
-    id."""
+    """OpenCode starts a session for each sub-agent, and names the session's parent in a header. The
+    id of that session is also vLLM's session id."""
     child = {"x-session-affinity": "T", "x-parent-session-id": "S"}
     assert who(child, session_id="T")[:4] == ("T", "T", None, "S")
     assert who({"x-parent-session-id": "S"}, session_id="T").parent == "S"
@@ -134,7 +134,7 @@ def test_ids_that_many_conversations_share_are_not_sessions(body: dict[str, Any]
 
 def test_a_subagent_without_an_id_is_inferred_below_its_session() -> None:
     """If a router drops the headers, only the system prompt shows that the request is from a
-    sub-agent of Claude Code."""
+    sub-agent of Claude Code. Its job is then inferred, with the session as its parent."""
     body = {"metadata": {"user_id": json.dumps({"session_id": "S"})}, "system": MARK}
     assert who({}, body)[:4] == (None, "S", None, "S")
     assert who(SUBAGENT, body).job == "S/agent:a1"
@@ -180,7 +180,7 @@ def test_one_session_for_all_does_not_merge_clients_and_agents() -> None:
 
 def test_one_gateway_header_for_all_does_not_hide_the_clients_own_session() -> None:
     """A gateway such as LiteLLM may send one id for all clients behind it. The sessions of these
-    clients, for example Claude Code, are separate jobs all the same."""
+    clients, for example Claude Code, are still separate jobs."""
     gateway = {"x-litellm-session-id": "G"}
     bodies = [{"metadata": {"user_id": json.dumps({"session_id": one})}} for one in "ST"]
     assert [who(gateway, one).job for one in bodies] == ["G/session:S", "G/session:T"]

@@ -14,8 +14,8 @@ from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig
 
 OPEN = 8
-"""Number of contexts of 19 blocks: more than fit into VRAM (127 blocks) or into CPU memory
-(100)."""
+"""Number of contexts that a client leaves open. Each has 19 blocks, so together they fit neither
+into VRAM (127 blocks) nor into CPU memory (100)."""
 
 
 def served(make_rig: MakeRig) -> Rig:
@@ -35,7 +35,8 @@ def served(make_rig: MakeRig) -> Rig:
 
 
 def leaves_open(rig: Rig, said: dict[str, Any], jobs: int = OPEN) -> None:
-    """Let one client start jobs that never continue, and then keep a request decoding."""
+    """Start jobs of one client that never continue, and then a request of that client that keeps
+    decoding."""
     for n in range(jobs):
         params = {"job_id": f"open{n}", "is_last_step": False, **said}
         rig.add(f"open{n}", text(TOKENS, seed=n), params=params, salt="one")
@@ -92,8 +93,8 @@ def test_a_late_return_does_not_affect_other_jobs(make_rig: MakeRig) -> None:
 
 
 def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig: MakeRig) -> None:
-    """The pin got its value while a return of its job was likely. Twenty seconds later, a return is
-    unlikely, and the pin is released for a new job of another client."""
+    """The pin is valued highly while a return of its job is likely. Twenty seconds later, a return
+    is unlikely, and the pin is released for a new job of another client."""
     rig = make_rig(
         blocks=64,
         max_model_len=1024,

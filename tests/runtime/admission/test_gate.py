@@ -128,7 +128,8 @@ def test_vram_is_overcommitted_but_cpu_memory_is_not(make_rig: MakeRig) -> None:
 
 
 def test_a_job_waits_until_all_started_jobs_fit_somewhere(make_rig: MakeRig) -> None:
-    """Jobs that are away need no VRAM now, but VRAM and CPU memory together must hold all jobs."""
+    """Jobs between two turns need no VRAM now, but a new job is held back unless VRAM and CPU
+    memory together can hold the contexts of all jobs."""
     for slots, waiting in ((40, ["d"]), (120, [])):
         rig = holding_rig(
             make_rig, in_job_order=True, pin_fraction=0, cpu_gib=slots * 16 * 8 / 2**30

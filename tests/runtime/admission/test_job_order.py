@@ -215,8 +215,8 @@ def test_urgent_requests_are_parked_before_others(make_rig: MakeRig) -> None:
 def test_vllm_shares_a_step_among_its_queued_requests(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While vLLM schedules a step, its request counts leave out parked requests, so that it shares
-    the step only among the others."""
+    """While vLLM schedules a step, its request counts leave out parked requests, so that the step
+    is shared only among the other requests."""
     rig = holding_rig(make_rig, in_job_order=True)
     counts = []
     match = rig.half.match

@@ -23,7 +23,7 @@ from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.rig import Rig
 
 LIMIT_S = 10.0
-"""Value of admission_max_wait_s."""
+"""Value of admission_max_wait_s, in seconds."""
 STEP_S = 0.05
 
 both_orders = pytest.mark.parametrize(
@@ -95,8 +95,7 @@ def test_pins_of_jobs_that_never_end_give_way_to_an_overdue_request(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
     """VRAM is scarce, but more requests could run. In every turn, the older jobs' pins are worth
-    more than a younger job's wait. The younger job is admitted soon after the limit all the
-    same."""
+    more than a younger job's wait. The younger job is still admitted soon after the limit."""
     rig = limited(
         make_rig,
         blocks=34,
@@ -229,7 +228,7 @@ def test_a_request_that_an_idle_engine_refuses_keeps_others_waiting_for_a_while_
     make_rig: MakeRig,
 ) -> None:
     """vLLM does not admit the request, for a reason that this connector does not know. A later
-    request waits for it for ``IDLE_STEPS`` steps, and is then admitted."""
+    request waits behind it for ``IDLE_STEPS`` steps, and is then admitted."""
     rig = limited(make_rig)
     match = rig.half.match
     rig.half.match = lambda name, found: (None, False) if name == "never" else match(name, found)

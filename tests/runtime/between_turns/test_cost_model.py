@@ -80,7 +80,8 @@ def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
 
 
 def test_vram_is_reserved_for_the_oldest_jobs_first(make_rig: MakeRig) -> None:
-    """A pin of the oldest job costs nothing, however many jobs started after it."""
+    """A pin of the oldest job costs nothing, however many jobs started after it. Pins of younger
+    jobs cost more."""
     extra = {"cpu_gib": 0.0, "admission": "auto"}
     rig = make_rig(blocks=64, max_model_len=512, extra=extra)
     names = ("first", "second", "third", "fourth")

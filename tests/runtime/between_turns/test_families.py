@@ -187,7 +187,8 @@ def test_children_of_a_parent_are_bounded(rig: Rig) -> None:
 
 
 def test_a_child_of_a_job_that_has_started_is_not_held_back(make_rig: MakeRig) -> None:
-    """If the child were held back, the parent would keep its space while it waits for the child."""
+    """A child of a started job is admitted while an unrelated new job is held back. If the child
+    were held back, the parent would keep its space while it waits for the child."""
     rig = holding_rig(make_rig, in_job_order=True)
     for name in ("parent", "b", "c"):
         begin(rig, name, last=False)

@@ -67,7 +67,8 @@ def test_saved_pages_that_are_missing_count_as_a_loss(
 @pytest.mark.parametrize(("gone", "lost"), [(0, False), (1, False), (2, True)])
 def test_one_missing_block_is_not_a_loss(make_rig: MakeRig, gone: int, lost: bool) -> None:
     """The context has 16 blocks that are known to agree with the prompt. One block fewer may be
-    found, because the block of the last token need not be cached."""
+    found, because the block of the last token need not be cached. Two blocks fewer count as a
+    loss."""
     rig = make(make_rig)
     rig.policy = FixedPin(PIN_S)
     prompt = text(256, seed=1)

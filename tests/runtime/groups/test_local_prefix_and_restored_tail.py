@@ -78,8 +78,8 @@ def test_a_context_whose_start_another_request_left_in_vram(
 def test_a_context_whose_end_has_left_vram(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool, lost: str
 ) -> None:
-    """VRAM has only the first 64 tokens of the context, or only its attention blocks beyond them.
-    vLLM then uses the shorter hit, and the rest is restored from CPU memory."""
+    """VRAM has no KV, or no states, after the first 64 tokens of the context. Attention blocks may
+    reach further, but vLLM then uses the shorter hit. The rest is restored from CPU memory."""
     rig = make(make_rig, groups, ahead=ahead, retention=None)
     rig.ask("before", PROMPT[:70])  # vLLM keeps a state at the end of each prompt
     answer = rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)

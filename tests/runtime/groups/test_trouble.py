@@ -140,7 +140,7 @@ def test_contexts_are_promoted_from_ssd_also_after_a_restart(
 @ahead
 def test_a_failed_restore_does_not_block_later_requests(make_rig: MakeRig, ahead: bool) -> None:
     """After a failed restore, vLLM queues the request before requests that already hold blocks, and
-    reserves space for it again. Both requests finish all the same."""
+    reserves space for it again. Both requests still finish."""
     rig = make_rig(groups=MODELS["window"], blocks=16, extra={"cpu_gib": 0.01}, ahead=ahead)
     faulty = rig.inject(FaultyTransfer)
     prompt = returning(rig)

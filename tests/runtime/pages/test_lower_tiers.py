@@ -306,7 +306,7 @@ def test_a_turn_that_ends_with_a_whole_page_is_demoted_completely(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     """When the turn ends, no page is left to save, but the pages of its last step are still being
-    saved. They are demoted all the same."""
+    saved. These pages are demoted too."""
     rig = make_rig(extra=tiers(tmp_path), max_batched_tokens=2048)
     rig.policy = Always(Decision(Tier.STORE))
     rig.add("first", CONTEXT, 1, params={"job_id": "j"})

@@ -134,7 +134,7 @@ def test_a_turn_that_ends_with_a_whole_page_is_written_to_its_end(
     make_rig: MakeRig, server: ValkeyServer
 ) -> None:
     """When the turn ends, no page is left to save, but the pages of its last step are still being
-    saved. They are written to the store all the same."""
+    saved. These pages are written to the store too."""
     rig = make_rig(extra=remote(server, slots=128), max_batched_tokens=2048)
     prompts = {name: text(320, seed=at) for at, name in enumerate(("one", "two"))}
     for name, prompt in prompts.items():

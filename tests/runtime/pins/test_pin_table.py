@@ -1,4 +1,4 @@
-"""Pins: counted and limited references on VRAM blocks, which are always released."""
+"""Pins are references on VRAM blocks. They are counted, limited in number, and always released."""
 
 from __future__ import annotations
 

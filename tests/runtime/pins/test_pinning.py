@@ -104,7 +104,7 @@ def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
 
 def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None:
     """After an async restore, vLLM calls no hook before it allocates further blocks for the
-    request. Pins are released for these blocks all the same."""
+    request. Pins that hold these blocks are still released."""
     rig = make_rig(blocks=64, max_model_len=512)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     prompt = text(300, seed=1)

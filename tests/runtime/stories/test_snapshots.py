@@ -362,8 +362,8 @@ def test_an_engine_without_a_folder_names_the_setting(make_engine: MakeEngine) -
 
 @pytest.mark.parametrize("at", range(1, 9))
 def test_an_abort_during_a_capture_leaves_it_complete(engine: Any, at: int) -> None:
-    """In each run, the turn is aborted at a different step of its capture. The snapshot can be
-    restored all the same."""
+    """In each run, the turn is aborted at a different step of its capture. The snapshot can still
+    be restored."""
     rig = engine()
     rig.add("turn 1", PROMPT, max_tokens=40, params=JOB)
     until_answering(rig, "turn 1", 2)
