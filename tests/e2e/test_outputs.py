@@ -158,7 +158,7 @@ def test_output_is_the_same_after_restores_that_fail(
 
 def test_batches_of_eight_agree_as_closely_as_stock_with_itself(ours: Engine, stock: Stock) -> None:
     ours.half.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
-    # Existing pages were computed in other batches, and so have other bytes.
+    # Existing pages were computed in other batches, so their bytes differ.
     ours.core.scheduler.reset_prefix_cache(reset_connector=True)
     in_eights(ours, stock.rests, ANSWER + 1)
     ours.evict_vram(POOL_TOKENS)

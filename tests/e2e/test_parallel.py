@@ -15,7 +15,7 @@ from tiered_kv.bench.servers.engines import engine
 pytestmark = pytest.mark.e2e
 
 OPTIONS: dict[str, Any] = {
-    # Also where float32 is faster, because bf16 pages have their own code path.
+    # bf16 is used even where float32 is faster, because bf16 pages have their own code path.
     "dtype": "bfloat16",
     "skip_tokenizer_init": True,  # prompts hold tokens that the tokenizer lacks
     "max_model_len": 1024,

@@ -170,7 +170,7 @@ def flip_a_byte(rig: EngineRig, rng: random.Random) -> bool:
     slot."""
     if rig.worker_half.compressor is None:
         return False
-    # Pages that are being read have been verified before the damage.
+    # Wait for reads in progress, because their pages were verified before the damage.
     rig.worker_half.compressor.drain()
     slots = [slot for bundle in compressed_bundles(rig) for slot in bundle.slots]
     if not slots:

@@ -80,7 +80,8 @@ class Consumer:
             assert not ours or there.issuperset(hashes), "removed, but was not stored"
             there.difference_update(hashes)
             return
-        if ours:  # llm-d has weights for these only; Dynamo ignores other block sizes
+        if ours:
+            # llm-d has weights for these media only, and Dynamo ignores blocks of other sizes.
             assert tier[0] in ("CPU", "STORAGE")
             assert len([*blocks_of(event)]) == len(hashes) > 0, "blocks without their tokens"
             assert there.isdisjoint(hashes), "stored twice"

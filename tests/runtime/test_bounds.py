@@ -390,7 +390,7 @@ def test_nothing_waits_without_bound_for_copies_that_hang(
 ) -> None:
     gate = threading.Event()
     gate.set()
-    # Fewer slots than the 64 blocks.
+    # CPU memory has fewer slots than VRAM has blocks (64).
     rig = make(make_rig, tmp_path, gate, slots=24, remote=shared(tmp_path))
     rig.policy = ByLot()
     faulty = rig.inject(FaultyTransfer)

@@ -82,7 +82,7 @@ def test_learned_state_is_saved_periodically(
     keeper = PolicyState(policy, tmp_path, "counting")
     keeper.save_if_due(now=1000.0)
     keeper.save_if_due(now=1000.0 + after_s)
-    monkeypatch.setattr(policy, "dump", dict)  # leaves closing nothing to save
+    monkeypatch.setattr(policy, "dump", dict)  # so that closing saves nothing
     keeper.close()
     assert loaded(tmp_path) == saved
 

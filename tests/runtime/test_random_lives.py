@@ -168,9 +168,9 @@ def play_folder(folder: Path, seed: int) -> Mapping[str, int]:
             script = Life(rig, rng, ACTS, contexts)
             script.live()
             how = rng.random()
-            if how < 0.4:  # as if killed: nothing else reaches its files
+            if how < 0.4:  # as if the engine were killed: no later write reaches the copy
                 copy(home, following)
-            if how < 0.7:  # otherwise it is closed in the middle of its work
+            if how < 0.7:  # otherwise the engine is closed with work in progress
                 script.finish()
             for tier in ("cpu", "ssd"):
                 found[tier] += rig.count(f"prompt_tokens_{tier}")

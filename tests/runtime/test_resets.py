@@ -109,7 +109,7 @@ def test_blocks_that_a_request_fills_after_a_reset_are_not_found(
     assert not rig.scheduler.reset_prefix_cache()
     while not rig.outputs["old"]:
         rig.step()
-    # Computes the first 128 tokens again, while the old request runs.
+    # This request computes the first 128 tokens again while the old request runs.
     rig.add("short", prompt[:129], max_tokens=1)
     while "short" not in rig.finished:
         rig.step()

@@ -102,7 +102,7 @@ def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig:
         in_job_order=True,
     )
     said = {"job_id": "open", "is_last_step": False, "tool_name": "bash", "expected_tool_s": 1.0}
-    for turn in range(1, 41):  # makes the forecast certain that the job returns after a second
+    for turn in range(1, 41):  # the forecast becomes certain that the job returns after a second
         rig.ask(f"open{turn}", text(TOKENS, seed=1), params=said, salt="one")
         rig.now += 1.0
     rig.ask("open0", text(700, seed=2), params={**said, "job_id": "gone"}, salt="one")

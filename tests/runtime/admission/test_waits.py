@@ -52,7 +52,7 @@ def busy_jobs(rig: Rig, jobs: int, tokens: int = 20) -> Callable[[], None]:
                 name, params = f"{job}.{turns[job]}", {"job_id": job}
                 rig.add(name, contexts[job], max_tokens=4, params=params)
         rig.step()
-        rig.wait_for_worker()  # makes a copy take less than a step, also on a busy machine
+        rig.wait_for_worker()  # copies then take less than a step, even on a busy machine
         rig.now += STEP_S
 
     return step
@@ -254,7 +254,7 @@ def test_a_client_that_fills_the_pool_leaves_others_their_share(make_rig: MakeRi
         blocks=64,
         max_num_seqs=64,
         in_job_order=True,
-        # No save holds blocks any longer than the request.
+        # Without CPU memory, no save holds blocks for longer than the request does.
         extra={"admission": "off", "cpu_gib": 0.0},
     )
     live, count = set[str](), 0

@@ -87,7 +87,7 @@ def test_a_finished_child_brings_its_parent_back(rig: Rig) -> None:
     parent_waits(rig)
     rig.ask("c1", text(60, seed=5), params=of_child())
     rig.run()
-    rig.index.clear()  # as if CPU memory had been full meanwhile
+    rig.index.clear()  # as if other pages had filled CPU memory in the meantime
     rig.fill()
     reader(rig).says("c1", NO_TOOL)
     rig.now += 40.0

@@ -54,11 +54,11 @@ def ask(rig: Rig, name: str, prompt: Sequence[int], tokens: int) -> list[int]:
         rig.wait_for_worker()
         rig.now += (
             0.001 if rig.scheduler.running else 1e-5
-        )  # computing takes time, waiting hardly any
+        )  # a step that computes takes 1 ms, a step that waits almost nothing
         if not rig.scheduler.has_requests():
             if not rig.orders_under_way:
                 break
-            time.sleep(0.002)  # writes leave bandwidth for other transfers
+            time.sleep(0.002)  # writes are slow, because they leave bandwidth for other transfers
     else:
         raise AssertionError("orders are under way for ever")
     assert rig.outputs[name] == expected(prompt, tokens)

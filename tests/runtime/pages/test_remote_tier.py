@@ -243,7 +243,8 @@ def test_the_wait_for_an_answer_depends_on_the_whole_prompt(
     try:
         rig.add("long", prompt)
         rig.step()
-        # More than the limit for the first 64 pages, less than the limit for all 100.
+        # This is longer than the limit for the first 64 pages, but shorter than the limit for all
+        # 100.
         rig.now += 6.0
         rig.step()
         assert not rig.outputs["long"]
@@ -295,7 +296,8 @@ def test_a_store_that_is_killed_and_restarted_is_used_again(
     turn = 0
     while not pages_in(server):
         assert time.monotonic() < until
-        # Advances the pauses of the servers, which are not all paused at the same time.
+        # Time must pass, because servers are paused after failures, and not all pauses end
+        # together.
         rig.now += 1.0
         turn += 1
         ask(rig, f"turn {turn}", [*CONTEXT, *text(16 * (turn % 8), seed=turn)], job_id="job")

@@ -243,7 +243,7 @@ def play_script(folder: Path, seed: int, naming: Naming) -> Mapping[str, int]:
         for _ in range(rng.randrange(15, 50)):
             rng.choice(players).act()
         if rng.random() < 0.1:
-            return {}  # ends with operations in progress
+            return {}  # the engines are closed with operations in progress
         counts = Counter[str]()
         for one in players:
             one.finish()

@@ -635,7 +635,7 @@ def test_a_capture_next_to_held_pages_reports_that_there_is_no_space(engine: Any
     rig.ask("other", text(200, seed=3), max_tokens=4, params={"job_id": "other"})
     rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
     until_answering(rig, "turn 1", 5)
-    with HeldPages(rig.index) as held:  # as if by another operation
+    with HeldPages(rig.index) as held:  # as another operation would hold them
         held.hold(list(rig.index.least_valuable(14)))
 
         assert "TIERED_KV_CPU_GIB" in why(rig, take(rig, "agent", "midway", exact=True))
@@ -824,7 +824,7 @@ def test_a_capture_releases_its_blocks_when_the_engine_needs_all(
     rig.step()
     assert rig.free_blocks < rig.free_at_start
 
-    rig.half.release_all()  # as after a hook that failed
+    rig.half.release_all()  # as the engine does after a hook has failed
 
     assert rig.free_blocks == rig.free_at_start
     gate.goes_on.set()

@@ -159,7 +159,7 @@ def test_invalid_queries_are_refused(monkeypatch: pytest.MonkeyPatch, path: str)
 def test_other_methods_are_refused(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     core = FakeCore({"engine": 0})
     _, ask = serve(monkeypatch, core)
-    job = ("/tiered_kv/jobs/j",) if method != "DELETE" else ()  # which releases it
+    job = ("/tiered_kv/jobs/j",) if method != "DELETE" else ()  # DELETE releases a job
     for path in ("/tiered_kv/status", "/tiered_kv/jobs", *job):
         assert ask(path, method, content=b"x" * 1000).status_code == 405
     assert not core.asked
