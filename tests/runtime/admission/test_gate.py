@@ -245,7 +245,8 @@ def test_vllm_s_own_queue_holds_eight_jobs(make_rig: MakeRig) -> None:
     for number in range(3 + 10):
         begin(rig, f"job{number}", seed=100 + number)
         rig.step()
-    # The job held back longest is admitted after the last query, and has no space yet.
+    # job11 was one too many, so job3 was admitted. It finds no blocks yet, so vLLM stops there and
+    # does not ask about job12.
     assert rig.held() == sorted(f"job{number}" for number in range(4, 12))
     rig.run()
     rig.check_clean()

@@ -123,7 +123,7 @@ def test_a_retry_is_no_second_turn(client: Client) -> None:
     assert client.superseded() >= before - client.live
 
 
-def test_who_goes_back_gives_up_the_branch_that_it_leaves(client: Client) -> None:
+def test_going_back_supersedes_the_branch_that_is_left(client: Client) -> None:
     context = conversation(client)
     left, early = client.live, context[: len(SYSTEM) + 60]
     client.turn([*early, *said(5)])
@@ -139,7 +139,7 @@ def test_who_goes_back_gives_up_the_branch_that_it_leaves(client: Client) -> Non
     assert not client.superseded() & client.live, "the pages are of use after all"
 
 
-def test_who_sends_an_earlier_prompt_again_may_still_go_back(client: Client) -> None:
+def test_after_an_earlier_prompt_is_repeated_the_longer_branch_is_kept(client: Client) -> None:
     first = [*SYSTEM, *said(0)]
     context = client.turn([*client.turn(first), *said(1)])
     left = client.live
