@@ -34,15 +34,15 @@ ANSWER = 8
 class Stock:
     """Texts, and stock vLLM's answers to them.
 
-    The last token of each text is stock's own answer to the rest of the text. Stock therefore
-    decodes it in a step with one token per request, like an engine that has restored the rest: in
-    batches of the same shapes, over KV that was computed in the same batches. Rounding depends only
-    on these.
+    The last token of each text is stock's own answer to the rest of the text. Stock vLLM therefore
+    decodes that token in a step with one token per request, like an engine that has restored the
+    rest of the text. The two engines then use batches of the same shapes, and KV that was computed
+    in the same batches. Rounding depends only on these.
 
     Attributes:
         rests: the texts without their last tokens.
         alone: answers to the texts, one at a time.
-        eights: answers to the texts, decoded after their rests, eight at a time.
+        eights: answers to the texts in batches of eight, after their last tokens were decoded.
         again: the same as ``eights``, from another run.
     """
 
@@ -94,8 +94,9 @@ def decided_texts(plain: Engine, model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def ours(small_model: Path, stock: Stock) -> Iterator[Engine]:
-    """An engine whose sync restores finish before the step that needs them. If vLLM schedules a
-    step in advance, all restores are async, and requests would be computed in other batches."""
+    """An engine without async scheduling, whose sync restores finish before the step that needs
+    them. With async scheduling, all restores would be async, and requests would be computed in
+    other batches."""
     extra = {"cpu_gib": 1, "policy": "lru"}
     with engine(small_model, connector=True, extra=extra, async_scheduling=False) as made:
         yield made
@@ -157,7 +158,7 @@ def test_output_is_the_same_after_restores_that_fail(
 
 def test_batches_of_eight_agree_as_closely_as_stock_with_itself(ours: Engine, stock: Stock) -> None:
     ours.half.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
-    # Existing pages were computed in other batches, and so have other bytes.
+    # Existing pages were computed in other batches, so their bytes differ.
     ours.core.scheduler.reset_prefix_cache(reset_connector=True)
     in_eights(ours, stock.rests, ANSWER + 1)
     ours.evict_vram(POOL_TOKENS)
@@ -174,9 +175,9 @@ def unlike(a: list[Answer], b: list[Answer]) -> int:
 
 
 def disagreement(stock: Stock, answers: list[Answer]) -> list[str]:
-    """Return the measures by which answers in batches of eight differ too much from stock's. Up to
-    as many other answers as in a second stock run are allowed, and 1.5 times that run's
-    differences. If stock is reproducible bit for bit, every difference counts."""
+    """Return the measures by which answers in batches of eight differ too much from stock's. The
+    number of differing answers may be as large as in a second stock run, and the differences 1.5
+    times as large. If stock is reproducible bit for bit, every difference counts."""
     noise, ours = by_text(stock.eights, stock.again), by_text(stock.eights, answers)
     compared = {
         "other answers": (unlike(stock.eights, answers), unlike(stock.eights, stock.again)),
@@ -199,7 +200,8 @@ def by_text(a: list[Answer], b: list[Answer]) -> NDArray[np.float64]:
 
 
 def test_a_deliberately_wrong_page_is_detected(ours: Engine, stock: Stock) -> None:
-    """Without this test, the test above could pass without comparing anything."""
+    """Wrong bytes in restored pages are detected. If they were not, the test above could pass
+    without comparing anything."""
     ours.half.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     ours.evict_vram(POOL_TOKENS)
     faulty = ours.worker.backend = FaultyTransfer(ours.worker.backend)

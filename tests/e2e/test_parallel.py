@@ -15,7 +15,7 @@ from tiered_kv.bench.servers.engines import engine
 pytestmark = pytest.mark.e2e
 
 OPTIONS: dict[str, Any] = {
-    # Also where float32 is faster, because bf16 pages have their own code path.
+    # bf16 is used even where float32 is faster, because bf16 pages have their own code path.
     "dtype": "bfloat16",
     "skip_tokenizer_init": True,  # prompts hold tokens that the tokenizer lacks
     "max_model_len": 1024,
@@ -43,7 +43,8 @@ def skip_if_vllm_cannot(model: Path) -> None:
 def test_two_ranks_count_as_one_and_keep_their_pages_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank has its own store below one path. A page counts only if both ranks have it."""
+    """Each rank has its own store in the configured folder. A page counts only if both ranks have
+    it."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     model = write_model(MODELS[0], tmp_path, OPTIONS["dtype"])
     skip_if_vllm_cannot(model)

@@ -1,4 +1,4 @@
-"""vLLM's router in front of two engines, by the benchmark's short form."""
+"""vLLM's router in front of two engines, measured by a short run of the benchmark."""
 
 from __future__ import annotations
 

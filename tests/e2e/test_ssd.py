@@ -112,7 +112,8 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
 def test_a_context_twice_as_large_as_cpu_memory_comes_back_from_ssd(
     small_model: Path, tmp_path: Path
 ) -> None:
-    """An earlier engine with more CPU memory wrote the context to SSD."""
+    """An earlier server with more CPU memory wrote the context to SSD. The second server restores
+    it in pieces."""
 
     def options(cpu_gib: float) -> ServerOptions:
         return ServerOptions(

@@ -1,4 +1,5 @@
-"""A trainer updates the weights of a real engine. No tier restores old KV, now or after a restart.
+"""A trainer updates the weights of a real engine. No tier restores KV of other weights, neither
+before nor after a restart.
 
 The trainer resets no cache, and sends the version of the trained policy as cache salt.
 """

@@ -69,7 +69,7 @@ OF_VLLM = {
     "requests": "vllm:request_success_total",
     "preemptions": "vllm:num_preemptions_total",
 }
-"""vLLM's own counters, by the name used here."""
+"""vLLM's own counters, by the names that this module uses."""
 FAULTS = (
     "save_failures",
     "restore_failures",

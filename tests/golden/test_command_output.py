@@ -64,7 +64,8 @@ def test_output_for_a_servers_snapshots(
     monkeypatch: pytest.MonkeyPatch,
     compare: Compare,
 ) -> None:
-    """The command prints the route's answer, and the path of a snapshot that it moved."""
+    """The snapshot commands print the route's answer. If a snapshot is moved to a path, the path is
+    printed too."""
     monkeypatch.delenv(ADMIN_TOKEN, raising=False)
     path = tmp_path / "put.zip"
     found = {

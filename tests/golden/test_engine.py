@@ -1,7 +1,7 @@
-"""A current engine continues from the files of an engine of commit 913b4b9.
+"""The current engine continues with the files that an engine of commit 913b4b9 wrote.
 
-Page keys are those of ``tiered_kv.testing.engine``. A change of how that engine names its model or
-its blocks makes these files unreadable, as a change of the product's own keys would.
+Page keys are those of ``tiered_kv.testing.engine``. If that engine named its model or its blocks
+differently, these files could no longer be read, just as if the product's own keys changed.
 """
 
 from __future__ import annotations

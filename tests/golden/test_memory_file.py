@@ -1,5 +1,5 @@
-"""A memory file of commit 913b4b9: single pages, pages compressed together, and slots without a
-page."""
+"""A memory file written by commit 913b4b9: single pages, pages compressed together, and slots
+without a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebook of a killed process of commit 913b4b9, with facts that are valid, replaced or
+"""A notebook that a killed process of commit 913b4b9 left, with facts that are valid, replaced or
 deleted."""
 
 from __future__ import annotations

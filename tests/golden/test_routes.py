@@ -1,4 +1,5 @@
-"""Answers of every route, from an engine with running, waiting and snapshotted jobs."""
+"""The fields of every route's answers, from an engine with running, waiting and snapshotted
+jobs."""
 
 from __future__ import annotations
 
@@ -148,9 +149,9 @@ def test_every_answer_has_the_published_fields(asked: dict[str, Any], compare: C
 def test_status_and_jobs_are_the_same_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compare: Compare
 ) -> None:
-    """Compares the text, including the order of fields and the format of numbers. The counters and
-    gauges are compared by other tests. The number of steps depends on how fast copies are, and the
-    costs of a restore and a recomputation on speeds that the engine measures."""
+    """The answers are compared as text, including the order of fields and the format of numbers.
+    Three kinds of values are left out: counters and gauges, which other tests compare; the number
+    of steps, which depends on how fast copies are; and costs, which depend on measured speeds."""
     monkeypatch.setattr(endpoints, "__version__", "0.1.0")
     monkeypatch.setattr(vllm, "__version__", "0.32.0")
     found = dict[str, str]()
@@ -186,7 +187,8 @@ def test_status_and_jobs_are_the_same_text(
 def test_every_body_may_have_the_published_fields(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A body with an unknown field, or without a required field, is refused."""
+    """A body with all published fields, or with the required ones only, is accepted. A body with an
+    unknown field, or without a required field, is refused."""
     fields = json.loads((NAMES / "bodies.json").read_text())[path]
     with engine(tmp_path) as rig:
         _, ask = serve(monkeypatch, RigCore(rig))

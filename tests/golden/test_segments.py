@@ -1,5 +1,5 @@
-"""A store of commit 913b4b9: a sealed segment of each of two codecs, and one that a killed process
-left open.
+"""A store written by commit 913b4b9: a sealed segment for each of two codecs, and a segment that a
+killed process left open.
 
 ``tests/storage/store/test_written_before.py`` reads stores of an earlier commit, with every codec.
 """

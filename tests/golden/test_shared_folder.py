@@ -1,5 +1,5 @@
-"""A shared folder of commit 913b4b9: packs of two codecs, two of them deleted, and a page deleted
-alone."""
+"""A shared folder written by commit 913b4b9: packs of two codecs. Two packs were deleted as a
+whole, and one page on its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SITE = StoreSite(FINGERPRINT, RANK, 4, 0, True, FORMAT, 1)
 RAW = keys_of(0, 16, 1) + keys_of(50, 3)
 CODED = keys_of(100, 16, 1) + keys_of(150, 3)
 LOST = [*RAW[:8], CODED[17]]
-"""Pages of the two deleted packs, and the page that was deleted alone."""
+"""Pages of the two deleted packs, and the page that was deleted on its own."""
 KEPT = [key for key in RAW + CODED if key not in LOST]
 WRITER = "machine.0"
 

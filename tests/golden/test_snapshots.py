@@ -1,5 +1,5 @@
-"""A snapshot of commit 913b4b9, as a folder and as a zip file: two ranks, and groups of two
-formats."""
+"""A snapshot written by commit 913b4b9, as a folder and as a zip file, with two ranks and two
+groups of different page formats."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def most_are_refused(path: Path, offsets: Sequence[int], folder: Path) -> None:
     """Change bytes of encoded pages, and assert that at least 95% of the changes are refused. The
     other changes hit padding bits of zstd, which are never read."""
     content = path.read_bytes()
-    path.unlink()  # the file is also linked in the pool
+    path.unlink()  # a hard link: writing to it would change the file in the pool too
     unnoticed = 0
     for at in offsets:
         path.write_bytes(changed(content, at))
@@ -153,8 +153,8 @@ def test_a_changed_byte_of_a_page_is_refused_or_changes_nothing(number: int, cop
     folder = copy("snapshots") / "night"
     path = folder / "pages" / sha256(page_of(number, 0, 0)).hexdigest()
     content = path.read_bytes()
-    path.unlink()  # the file is also linked in the pool
-    # The token count in between does not matter for decoding.
+    path.unlink()  # a hard link: writing to it would change the file in the pool too
+    # The bytes in between are a token count, which does not matter for decoding.
     for at in (*range(16), *range(20, 36)):
         path.write_bytes(changed(content, at))
         assert refused(folder), f"the change at {at} went unnoticed"

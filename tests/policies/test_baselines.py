@@ -43,7 +43,9 @@ def tell(policy: TurnPolicy, tool: ToolUse | None, *gaps: float) -> None:
 
 
 def test_continuum_starts_with_an_exponential_prior() -> None:
-    """τ* = ln(T + R) for gaps of 1 s on average and η = 1. There is no pin if τ* is not above 0."""
+    """With fewer than a hundred observed gaps, Continuum assumes an exponential distribution with a
+    mean of 1 s, and η = 1. The time to live is then τ* = ln(T + R), and there is no pin unless τ*
+    is above 0."""
     policy = Continuum()
     tell(policy, LS, *[50.0] * 99)
     made = policy.decide(turn_end(tool=LS), Costs(recompute_s=10.0, queue_s=2.0))

@@ -32,7 +32,8 @@ def test_the_grid_covers_milliseconds_to_hours_in_small_steps() -> None:
 
 @pytest.mark.parametrize("round_s", [0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 3600])
 def test_round_waits_of_programs_are_points_of_the_grid(round_s: float) -> None:
-    """A time to live that ends just before a `sleep 30` does would be wasted."""
+    """Durations for which programs often wait are grid points. A time to live that ends just before
+    ``sleep 30`` does would be wasted."""
     assert round_s in GRID.tolist()
 
 

@@ -38,8 +38,8 @@ WAITS = Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 0.9, len(GRID))))
 
 @pytest.fixture
 def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compress pages in bundles of four, since contexts are short here, and shorten
-    measurements."""
+    """Compress pages in bundles of four, because the contexts of these tests are short. Shorten the
+    measurements at startup."""
     monkeypatch.setattr(cpu_compression, "BUNDLE_BYTES", 4 * PAGE)
     monkeypatch.setattr(autotune, "MEASURE_S", 0.0)
     monkeypatch.setattr(cpu_memory, "measure_flops", lambda *_: 0.0)
@@ -69,13 +69,15 @@ class Held:
         self.decodes.set()
 
     def while_it_waits(self, wait: Callable[[], object]) -> None:
-        """Call a function that waits for the codec, and let the codec continue meanwhile."""
+        """Call a function that waits for the codec, while another thread lets the codec's calls
+        continue."""
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self.let_go)
             wait()
 
     def strike(self, call: str) -> bool:
-        """Return True if this call of the codec must fail. Counts the failure."""
+        """Return True if this call of the codec must fail, and count down the failures that are
+        left."""
         strikes = self.failing[call] > 0
         self.failing[call] -= strikes
         return strikes
@@ -122,7 +124,8 @@ def fill_cpu(rig: EngineRig, jobs: int, *, tag: str = "job") -> None:
 
 
 def start_packing(rig: EngineRig, held: Held) -> None:
-    """Fill most of CPU memory, start to compress the first job's pages, and block the codec."""
+    """Fill most of CPU memory, and run one more job until the first pages are being compressed. The
+    codec's encodes are blocked."""
     fill_cpu(rig, FILLS)
     held.encodes.clear()
     rig.add("last", prompt(FILLS), params={"job_id": "last"})
@@ -131,8 +134,8 @@ def start_packing(rig: EngineRig, held: Held) -> None:
 
 
 def come_back(rig: EngineRig, job: int, tag: str = "job") -> int:
-    """Run a job's second turn. Returns how many tokens of its prompt were restored from CPU
-    memory."""
+    """Run a job's second turn and check its answer. Returns the number of prompt tokens restored
+    from CPU memory."""
     name, first = f"{tag}{job}-again-{rig.steps}", prompt(job, tag)
     before = rig.count("prompt_tokens_cpu")
     longer = [*first, *expected(first, 4), *text(20, seed=2000 + job)]
@@ -152,8 +155,8 @@ def compressed_bundles(rig: EngineRig) -> list[Bundle]:
 
 
 def damage(rig: EngineRig, bundles: int | None = None) -> int:
-    """Damage the compressed pages of some or all bundles in CPU memory. Returns the number of
-    bundles."""
+    """Damage the compressed pages of the first ``bundles`` bundles in CPU memory, or of all
+    bundles. Returns the number of damaged bundles."""
     rig.worker_half.compressor.drain()
     packed = compressed_bundles(rig)[:bundles]
     for bundle in packed:
@@ -163,11 +166,11 @@ def damage(rig: EngineRig, bundles: int | None = None) -> int:
 
 
 def flip_a_byte(rig: EngineRig, rng: random.Random) -> bool:
-    """Flip a bit in the slots of compressed pages in CPU memory. Returns False if there are
-    none."""
+    """Flip a random bit in a slot that contains compressed pages. Returns False if there is no such
+    slot."""
     if rig.worker_half.compressor is None:
         return False
-    # Pages that are being read have been verified before the damage.
+    # Wait for reads in progress, because their pages were verified before the damage.
     rig.worker_half.compressor.drain()
     slots = [slot for bundle in compressed_bundles(rig) for slot in bundle.slots]
     if not slots:

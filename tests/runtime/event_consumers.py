@@ -1,5 +1,5 @@
-"""A consumer of KV events that checks each event, the state that it should have, and vllm-router's
-score."""
+"""Helpers for tests of KV events: a consumer that checks each event and computes vllm-router's
+score, and the state that the consumer is expected to have."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tiered_kv.pages.base import PageState
 from tiered_kv.testing.rig import EngineRig
 
 BlockHash: TypeAlias = Hashable
-"""Bytes, or the integer as which vLLM publishes them by default."""
+"""A block hash: bytes, or the integer that vLLM publishes by default."""
 Tier: TypeAlias = tuple[str, str | None]
-"""A medium and an owner."""
+"""A tier as events describe it: its medium and its owner."""
 
 
 def publish_events(config: Any) -> None:
@@ -41,7 +41,7 @@ class Consumer:
     Attributes:
         has: stored hashes, by group and tier.
         blocks: blocks by group and hash, from events of tiers outside VRAM.
-        blocks_of_vram: the same, from vLLM's own events of VRAM.
+        blocks_of_vram: blocks by group and hash, from vLLM's own events about VRAM.
         cleared: number of AllBlocksCleared events.
         events: every event, in order.
     """
@@ -80,7 +80,8 @@ class Consumer:
             assert not ours or there.issuperset(hashes), "removed, but was not stored"
             there.difference_update(hashes)
             return
-        if ours:  # llm-d weights only these media; Dynamo ignores blocks of other sizes
+        if ours:
+            # llm-d has weights for these media only, and Dynamo ignores blocks of other sizes.
             assert tier[0] in ("CPU", "STORAGE")
             assert len([*blocks_of(event)]) == len(hashes) > 0, "blocks without their tokens"
             assert there.isdisjoint(hashes), "stored twice"
@@ -97,9 +98,9 @@ class Consumer:
         return len(both)
 
     def score(self, prompt: Sequence[BlockHash]) -> float:
-        """Return the blocks of a prompt for which vllm-router 0.1 credits the engine: those of its
-        prefix in VRAM, and of the longest continuation in one other tier, weighted by that tier.
-        Blocks with an owner count as those of an external store."""
+        """Return vllm-router 0.1's score of the engine for a prompt: the number of blocks of its
+        prefix in VRAM, plus the length of its longest continuation in one other tier, multiplied by
+        that tier's weight. A tier with an owner has the weight of an external store."""
         gpu = self.has[0, ("GPU", None)]
         prefix = sum(1 for _ in takewhile(gpu.__contains__, prompt))
         runs = {
@@ -137,15 +138,15 @@ def blocks_of(event: Any) -> Iterator[Block]:
 
 
 class Expected:
-    """The expected state of a consumer: the pages that the indices have and that some request has
-    named.
+    """The expected state of a consumer: the pages in the indices whose tokens are known, because an
+    admitted request contained them.
 
     Args:
         groups: the engine's number of each page group.
         convert: converts a block hash as the engine does for events.
 
     Attributes:
-        named: pages that admitted requests have named, by group.
+        named: pages that admitted requests have contained, by group.
         prompts: the pages among them that are part of a prompt.
     """
 
@@ -166,7 +167,7 @@ class Expected:
         rig.half.on_finished = on_finished
 
     def look(self) -> None:
-        """Record the pages that live requests name."""
+        """Record the pages that admitted live requests contain."""
         half: SchedulerHalf = self._rig.half
         for turn in half.turns.by_id.values():
             if turn.source.admitted and turn.pages.fingerprints:

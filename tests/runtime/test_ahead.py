@@ -50,7 +50,8 @@ def test_every_restore_is_async_because_vllm_cannot_undo_a_sync_one(make_rig: Ma
 def test_a_turn_that_stops_while_its_next_token_is_computed_keeps_only_its_answer(
     make_rig: MakeRig,
 ) -> None:
-    """The step that was scheduled in advance writes the KV of one more token."""
+    """A step that was scheduled in advance writes the KV of one more token. The next turn finds
+    only the prompt and the answer, without the answer's last token."""
     rig = make_rig(ahead=True)
     prompt = text(90, seed=3)
     whole = expected(prompt, 30)
@@ -70,7 +71,7 @@ def test_no_pin_is_released_for_blocks_that_are_free_a_step_later(
     make_rig: MakeRig, in_job_order: bool, saved: bool
 ) -> None:
     """vLLM frees a turn's blocks once the step that was scheduled before its end has finished. A
-    request that needs them waits for that step."""
+    request that needs these blocks waits for that step, and no pin is released for it."""
     prompt = text(260, seed=3)
     rig = tight(make_rig, in_job_order, saved=prompt if saved else ())
     before = rig.count("pins_ended_pressure")
@@ -103,7 +104,8 @@ def test_a_running_request_waits_a_step_before_a_pin_is_released(
 def test_a_restored_request_waits_a_step_before_a_pin_is_released(
     make_rig: MakeRig,
 ) -> None:
-    """Blocks that are freed a step late count as free until that step has finished."""
+    """Blocks that vLLM frees a step late count as free during that step. A pin is released only if
+    the request still lacks blocks in the following step."""
     rig = tight(make_rig, in_job_order=False)
     room = rig.admission.pressure
     request = SimpleNamespace(num_tokens=300, num_computed_tokens=0)
@@ -145,7 +147,8 @@ def one_that_stops(rig: Rig) -> None:
 
 def run_until_it_stops(rig: Rig) -> None:
     """Step until the request's end is known. The step scheduled in advance is then still running.
-    Waits for saves before each step, because pending saves would free blocks even later."""
+    Waits for saves before each step, because pending saves would delay the release of blocks
+    further."""
     while "stops" not in rig.finished:
         rig.wait_for_worker()
         rig.step()

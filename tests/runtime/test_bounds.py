@@ -1,7 +1,9 @@
-"""Memory that clients or a hung device could fill: no container of either half grows with traffic.
+"""No container of the scheduler or worker half grows without bound, whatever clients send and
+whichever device hangs.
 
-Each test lowers the declared bounds, sends jobs with invented names, and follows the references of
-both halves and of every module. A container that still grows has no bound.
+Most of these tests lower the declared bounds, send jobs with invented names, and measure every
+container that is reachable from both halves and from the package's modules. A container that still
+grows has no bound.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ REACHED = {
     "OpenGaps._gaps": "connectors.runtime.between_turns.open_gaps.MOST_OPEN",
     "RecentDecisions._last": "connectors.runtime.between_turns.turn_ends.MOST_RECENT",
 }
-"""Containers that are full at the end of every test, with their bounds."""
+"""Containers that are full at the end of the tests that use them, with the name of their bound."""
 AS_LARGE_AS_DISKS = {
     "Catalogue.pages",
     "FolderContents._names[]",
@@ -266,7 +268,7 @@ class Clients:
 
 
 class ByLot(StatelessPolicy):
-    """Chooses pin, CPU or store at random; never drops."""
+    """A policy that chooses pin, CPU or store at random, and never drops KV."""
 
     reads_tools = True
 
@@ -334,9 +336,9 @@ def check_that_nothing_grows(rig: Rig) -> Counter[str]:
     """Send the same number of turns four times, and assert that no container grows. Returns the
     final sizes.
 
-    Containers fill during the first two rounds. Those that grow in proportion to the turns double
-    during the others. Small containers may hold the blocks of VRAM or the slots of CPU memory,
-    which these tests use only in part.
+    Containers fill during the first two rounds. A container that grows in proportion to the number
+    of turns doubles during the others. Small containers are ignored, because they may have an entry
+    for each block of VRAM or each slot of CPU memory, and these tests use only some of these.
     """
     clients, found = Clients(rig), list[Counter[str]]()
     for _ in range(4):
@@ -388,7 +390,7 @@ def test_nothing_waits_without_bound_for_copies_that_hang(
 ) -> None:
     gate = threading.Event()
     gate.set()
-    # Fewer slots than the 64 blocks.
+    # CPU memory has fewer slots than VRAM has blocks (64).
     rig = make(make_rig, tmp_path, gate, slots=24, remote=shared(tmp_path))
     rig.policy = ByLot()
     faulty = rig.inject(FaultyTransfer)

@@ -1,5 +1,5 @@
-"""An engine is stopped: orders in flight are finished, pages are kept, and all resources are
-released."""
+"""When an engine stops, orders in flight are finished, pages are written to SSD, and all resources
+are released."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 
 def test_a_copy_that_failed_is_not_flushed(rig: Rig, make_rig: MakeRig, tmp_path: Path) -> None:
-    """The slot still has the bytes of the page that used it before."""
+    """After a failed copy, the slot still has the bytes of its previous page. They are not written
+    to SSD under the new page's key."""
     rig.inject(FaultyTransfer).fail_next(Direction.SAVE, {3, 4})
     rig.ask("first", CONTEXT)
     assert rig.count("save_failures") == 2

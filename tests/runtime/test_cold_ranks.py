@@ -84,7 +84,8 @@ def test_pages_that_one_rank_cannot_compress_stay_uncompressed(rig: TwoRankRig) 
 
 
 def test_slots_for_decoded_pages_are_reserved_for_any_measured_speed(rig: TwoRankRig) -> None:
-    """A speed of 0 only means that the speed is unknown."""
+    """A measured copy speed of 0 means that the speed is unknown. Slots for decoded pages are
+    reserved even then."""
     staging = rig.ranks.worker.compressor.staging
     rig.ranks.introduce(lambda said: replace(said, slots=said.slots - 1), copy=0.0)
     assert rig.index.num_slots == rig.index.free_slots == SLOTS - staging - 1

@@ -33,7 +33,7 @@ CPU, SSD = ("CPU", None), ("STORAGE", "ssd")
 
 
 class Listening:
-    """An engine whose events a consumer takes."""
+    """An engine whose KV events are sent to a consumer."""
 
     def __init__(self, make_rig: MakeRig, **options: Any) -> None:
         self.rig: Rig = make_rig(configure=publish_events, **options)
@@ -189,7 +189,7 @@ def test_an_idle_engine_steps_until_its_demotions_are_published(
     engine = Listening(make_rig, extra=tiers(tmp_path))
     engine.rig.policy = Always(Decision(Tier.STORE))
     engine.rig.add("t1", PROMPT, params=JOB)
-    while engine.rig.scheduler.has_requests():  # as vLLM's loop, which does not wait for the disk
+    while engine.rig.scheduler.has_requests():  # like vLLM's loop, which does not wait for the disk
         engine.rig.step()
     assert engine.rig.pages.book.number(OrderKind.DEMOTE) == 0
     assert len(engine.has(SSD)) == 6
@@ -244,7 +244,8 @@ def test_pages_are_removed_one_by_one_if_vllm_refuses_the_reset(make_rig: MakeRi
 
 
 def test_pages_that_outlive_vrams_are_published_again(make_rig: MakeRig, tmp_path: Path) -> None:
-    """vLLM's AllBlocksCleared makes consumers forget every tier."""
+    """vLLM's AllBlocksCleared makes consumers forget every tier. The pages that CPU memory and SSD
+    still have are therefore published again."""
     engine = Listening(make_rig, extra=tiers(tmp_path))
     engine.rig.policy = Always(Decision(Tier.STORE))
     engine.rig.ask("t1", PROMPT, params=JOB)
@@ -366,7 +367,8 @@ def test_each_kv_type_has_its_own_events(make_rig: MakeRig) -> None:
 
 
 def a_context_in_both_tiers(make_rig: MakeRig, folder: Path, events: str) -> Listening:
-    """Return an engine with 20 blocks on SSD, of which CPU memory has 18 and VRAM has none."""
+    """Return an engine that has a context of 20 blocks on SSD and its first 18 blocks in CPU
+    memory, but none in VRAM."""
     engine = Listening(make_rig, extra={**tiers(folder), "events": events})
     engine.rig.policy = Always(Decision(Tier.STORE))
     context = text(320, seed=3)
@@ -381,8 +383,8 @@ def a_context_in_both_tiers(make_rig: MakeRig, folder: Path, events: str) -> Lis
 def test_vllm_router_scores_an_engine_higher_if_ssd_is_reported_only_without_cpu_memory(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """The router counts the longest continuation in any one tier, even if a shorter one in another
-    tier has a higher weight."""
+    """The router counts only the longest continuation in one tier, even if a shorter one in another
+    tier has a higher weight. So 20 blocks on SSD would hide 18 blocks in CPU memory."""
     scores = {}
     for events in ("exact", "vllm-router"):
         (tmp_path / events).mkdir()

@@ -1,5 +1,5 @@
-"""KV hints pass from requests and queries to the engine's executor, and its results pass to the
-clients."""
+"""KV hints in requests and queries are passed to the engine's executor, and its results are
+returned to the clients."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_a_query_has_a_result_for_each_action_in_order(
 
 
 def test_vllms_own_field_of_a_request_is_read() -> None:
-    """Only callers of ``AsyncLLM`` and ``LLM`` can set the field; HTTP clients cannot."""
+    """The KV hints in vLLM's own field of a request are read. Only callers of ``AsyncLLM`` and
+    ``LLM`` can set that field; HTTP clients cannot."""
     action = KvHintAction("a", "kv.retain", "1.0", {"ttl_seconds": 60})
     request = Request(
         request_id="r",

@@ -1,7 +1,8 @@
 """CPU memory that outlives its engine: pages that the next engine finds, and pages that it must not
 find.
 
-To "kill" an engine, a test copies its memory file, because a killed process leaves the same bytes.
+To simulate a killed engine, a test copies the memory file while the engine runs, because a killed
+process leaves the same bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def rig(folder: Path, *, keep: bool = False, **extra: object) -> Iterator[Second
 
 
 def settle(made: SecondRig) -> None:
-    """Wait until the worker has hashed all pages that the scheduler reported, and all notes are
-    written."""
+    """Wait until the worker has hashed all saved pages and the notebook has written all its
+    entries."""
     made.run()
     assert made.worker_half.lasting.wait_idle(30.0)
     assert made.half.deps.notebook.drain(30.0)

@@ -26,7 +26,7 @@ BLOCK = 128
 PAGE = LAYERS * BLOCK * CELL
 SLOTS, JOBS, PAGES = 48, 10, 4
 CONTEXT = PAGES * BLOCK
-"""Tokens of a job, in whole pages that fill one bundle."""
+"""Tokens of a job that fill whole pages. These pages fill one bundle."""
 
 
 @contextmanager
@@ -44,7 +44,8 @@ def prompt(job: int) -> list[int]:
 
 
 def at_rest(made: SecondRig) -> None:
-    """Wait until all pages are hashed, and the notes of all compressed pages are written."""
+    """Wait until all pages are hashed, no page is being compressed, and the notebook has written
+    all its entries."""
     made.settle()
     assert made.worker_half.lasting.wait_idle(30.0)
     made.worker_half.compressor.drain()
@@ -78,8 +79,9 @@ def test_the_next_engine_finds_compressed_contexts(tmp_path: Path) -> None:
 def test_pages_that_are_compressed_before_they_are_hashed_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under pressure a page is compressed in the same step in which the worker learns that it is
-    complete."""
+    """Under pressure, a page may be compressed in the same step in which the worker learns that it
+    is complete, and is then never hashed uncompressed. The next engine finds its compressed
+    bytes."""
     monkeypatch.setattr(Validation, "landed", lambda *_: None)
     with rig(tmp_path / "memory") as first:
         for job in range(JOBS):
@@ -95,7 +97,9 @@ def test_pages_that_are_compressed_before_they_are_hashed_are_found(
 
 
 def test_compressed_contexts_are_found_by_several_engines_in_sequence(tmp_path: Path) -> None:
-    """Each engine is killed at a random moment, while pages are being saved and compressed."""
+    """Each engine is killed at a random moment, while pages are being saved and compressed. The
+    next engine continues with its memory file, restores compressed pages from it, and gives the
+    right answers."""
     chance, folder, restored = random.Random(3), tmp_path / "0", 0
     for life in range(4):
         with rig(folder) as one:

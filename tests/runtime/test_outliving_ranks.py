@@ -1,5 +1,5 @@
-"""Two ranks whose CPU memory outlives them, in one file each. A page is found if both ranks have
-it."""
+"""Two ranks, each with a memory file that outlives the engine. The next engine finds a page only if
+both ranks have it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def _lose_one(folder: Path) -> None:
 
 
 def _damage_a_page_of_one(folder: Path) -> None:
-    """Flip a bit of the last byte that is not 0, which is in a slot."""
+    """Flip a bit of the last byte of the second rank's file that is not 0. That byte is in a
+    slot."""
     path = folder / "0-1.slots"
     held = bytearray(path.read_bytes())
     at = len(held.rstrip(b"\0")) - 1
@@ -82,7 +83,8 @@ def test_pages_that_both_ranks_have_are_found(
 def test_compressed_pages_that_both_ranks_have_are_found(
     tmp_path: Path, small_bundles: None
 ) -> None:
-    """Bundles have different sizes on the two ranks, and the next engine continues with them."""
+    """The two ranks compress the same pages to bundles of different sizes. The next engine finds at
+    least half of the compressed pages, and restores from them."""
     block, jobs = 128, 10
     extra = cold_settings(48, 2 * LAYERS * block * CELL)
 

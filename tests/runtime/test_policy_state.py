@@ -82,7 +82,7 @@ def test_learned_state_is_saved_periodically(
     keeper = PolicyState(policy, tmp_path, "counting")
     keeper.save_if_due(now=1000.0)
     keeper.save_if_due(now=1000.0 + after_s)
-    monkeypatch.setattr(policy, "dump", dict)  # leaves closing nothing to save
+    monkeypatch.setattr(policy, "dump", dict)  # so that closing saves nothing
     keeper.close()
     assert loaded(tmp_path) == saved
 
@@ -156,7 +156,8 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
 def test_two_engines_with_one_process_number_save_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engines of two containers both have process id 1."""
+    """The engines of two containers both have process id 1. If both save at the same time, neither
+    fails, and one complete file is left."""
     one, other = (PolicyState(learned(n), tmp_path, "counting") for n in (1, 2))
     monkeypatch.setattr(os, "getpid", lambda: 1)
     waiting = [other]
@@ -200,8 +201,8 @@ def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
 
 
 def test_infinite_numbers_are_restored(tmp_path: Path) -> None:
-    """For example, a custom policy may keep the shortest gap, which is infinite before the first
-    one."""
+    """A policy may store infinite numbers: for example, the shortest gap is infinite before the
+    first one. They are loaded unchanged."""
     policy = learned(3)
     policy.dump = lambda: {"gaps": math.inf}  # type: ignore[method-assign]
     PolicyState(policy, tmp_path, "counting").close()

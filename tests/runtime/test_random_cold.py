@@ -56,7 +56,7 @@ class Clients(Script):
 
 
 def befall(rig: Rig, held: Held, rng: random.Random) -> None:
-    """Inject a random fault of compressed pages between two steps."""
+    """Inject a random fault that affects compressed pages."""
     match rng.randrange(6):
         case 0:
             held.let_go()
@@ -103,7 +103,8 @@ def test_random_scripts_end_well(tmp_path: Path, held: Held, seeds: range) -> No
 
 
 def play_script(folder: Path, held: Held, seed: int) -> Mapping[str, int]:
-    """Play one script, and let a second engine find the pages that it left on SSD."""
+    """Play one script. In some cases, a second engine then answers the same prompts, and may find
+    the pages that the first one left on SSD."""
     rng = random.Random(seed)
     groups = KINDS[seed % len(KINDS)]
     page = max((group.block_size for group in groups), default=16) * PAGE // 16

@@ -1,7 +1,7 @@
-"""Random agents, more of them than requests may run concurrently, whose jobs never end. No request
-waits much beyond the admission limit, and clients get equal shares of the running requests. The rig
-itself checks (``tiered_kv.testing.fairness``) that no later arrival is admitted before an overdue
-request, here as in every other random script."""
+"""Fairness among random agents whose jobs never end. There are more agents than requests that may
+run concurrently. No request waits much beyond the admission limit, and clients get equal shares of
+the running requests. As in every other random script, the rig itself checks that no later arrival
+is admitted before an overdue request (``tiered_kv.testing.fairness``)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Agent:
 
 
 class Crowd(Script):
-    """Agents in a closed loop: none runs two turns concurrently, and none ever ends."""
+    """Agents in a closed loop: each runs one turn at a time, and its job never ends."""
 
     def __init__(self, rig: Rig, rng: random.Random, agents: list[Agent]) -> None:
         super().__init__(rig, rng, {}, [])
@@ -84,8 +84,8 @@ class Crowd(Script):
 
 
 def some_agents(rng: random.Random) -> list[Agent]:
-    """Return agents of several clients: with salts, with one job id for all of a client's requests,
-    or with a job id for each agent."""
+    """Return agents of several clients. A client may have a salt, and may use one job id for all
+    its requests, one for each agent, or none."""
     agents = []
     for client in range(rng.randrange(2, 6)):
         salt = rng.choice([None, f"salt {client}"])
@@ -136,7 +136,8 @@ def test_random_crowds_are_served_fairly(tmp_path: Path, seeds: range) -> None:
 @pytest.mark.parametrize("one_id", [False, True], ids=["salts", "one job id each"])
 def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_id: bool) -> None:
     """One client has ten concurrent requests, another has four, and a third has one. Four requests
-    may run concurrently."""
+    may run concurrently. The first two clients get equal shares, although one sends more
+    requests."""
     options = RigOptions(blocks=400, max_num_seqs=4, in_job_order=True, extra={"cpu_gib": 0.0})
     with Rig(tmp_path / "model", options) as rig:
         rng = random.Random(7)
@@ -161,15 +162,15 @@ def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_i
                 agent.due_s = 0.0
             running.update(name[0] for name in rig.running())
         crowd.end()
-    # The third client has one request at a time, whose next turn waits until another request ends.
+    # The third client sends one request at a time. Its next one waits until another request ends.
     # The other two clients share the rest.
     assert running["c"] > 0.6 * STEPS
     assert 0.8 < running["a"] / running["b"] < 1.25
 
 
 def newcomers_wait_s(folder: Path, extra: dict[str, Any] | None) -> float:
-    """Return the mean time to first token of new jobs. There are twice as many agents as requests
-    that may run."""
+    """Return the mean time to first token of new jobs, in seconds, on an engine with twice as many
+    agents as requests that may run."""
     options = RigOptions(
         blocks=100,
         max_num_seqs=4,

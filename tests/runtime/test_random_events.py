@@ -1,6 +1,6 @@
-"""Random scripts with every tier. After each step, a consumer of the KV events has the pages that
-the indices have and that some request has named. Tokens and parents are those of vLLM's own
-events."""
+"""KV events under random scripts with every tier. After each step, a consumer of the events has the
+pages that are in the indices and whose tokens some request contained. The events' tokens and parent
+hashes agree with vLLM's own events."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ class Watch:
     Args:
         take: passes the events of the step to the consumer; None if the engine does.
         convert: converts a block hash as the engine does for events.
-        adopts: True if the engine has pages of others, which are named once they are in a prompt or
-            are saved.
-        asks: True if pages may disappear and come back, and then need new names.
+        adopts: True if the engine finds pages of other engines. These are published once they are
+            in a prompt or are saved.
+        asks: True if a tier must be queried, so that its pages may disappear and reappear. A page
+            that reappears is published once a request contains it again.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class Watch:
             self.reached[tier[1][0]] += len(told)
 
     def finish(self) -> Mapping[str, int]:
-        """Return the number of compared hashes, by medium."""
+        """Wait until all events are published, and compare once more. Returns the number of
+        compared hashes, by medium."""
         while self.rig.half.events.pending:
             self.rig.step()
         self.look()
@@ -181,7 +183,8 @@ def test_events_of_two_ranks_tell_what_both_have(
 
 
 def play_lives(folder: Path, seed: int) -> Mapping[str, int]:
-    """Play engines one after the other on one folder, or on a tier that must be queried."""
+    """Play several engines one after another. They share a folder, or a tier that must be
+    queried."""
     rng = random.Random(seed)
     place, contexts = troubled_place.renew(), some_contexts(rng)
     asks = rng.random() < 0.5

@@ -1,6 +1,6 @@
-"""A sequence of engines, each of which finds the pages of its predecessors in a folder, or in a
-shared store that must be queried. Whatever happens to either, outputs are right, and no engine
-finds KV from before a reset."""
+"""Sequences of engines, each of which finds the pages of its predecessors in a folder, or in a
+shared store that must be queried. Whatever happens to the folder or store, outputs are right, and
+no engine finds KV from before a reset."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Weights(PagedModel):
     """The model, with weights that change at a reset. KV of other weights is wrong.
 
     Attributes:
-        generation: identifies the weights. 0 are the weights on disk.
+        generation: identifies the weights. 0 stands for the weights on disk.
     """
 
     generation = 0
@@ -84,7 +84,8 @@ class Life(Script):
         return super().reset()
 
     def trouble(self) -> None:
-        """Inject a fault into the shared folder or store. Does nothing; subclasses override it."""
+        """Inject a fault into the shared folder or store. Does nothing unless a test replaces
+        it."""
 
     def live(self) -> None:
         self.play(self.rng.randrange(5, 25))
@@ -143,7 +144,7 @@ def damage(folder: Path, rng: random.Random) -> None:
 
 
 def copy(folder: Path, to: Path) -> None:
-    """Copy the files that a killed engine would leave. Files that disappear meanwhile are
+    """Copy the files that a killed engine would leave. Files that disappear during the copy are
     skipped."""
     with suppress(shutil.Error):
         shutil.copytree(folder, to)
@@ -167,9 +168,9 @@ def play_folder(folder: Path, seed: int) -> Mapping[str, int]:
             script = Life(rig, rng, ACTS, contexts)
             script.live()
             how = rng.random()
-            if how < 0.4:  # as if killed: nothing else reaches its files
+            if how < 0.4:  # as if the engine were killed: no later write reaches the copy
                 copy(home, following)
-            if how < 0.7:  # otherwise it is closed in the middle of its work
+            if how < 0.7:  # otherwise the engine is closed with work in progress
                 script.finish()
             for tier in ("cpu", "ssd"):
                 found[tier] += rig.count(f"prompt_tokens_{tier}")

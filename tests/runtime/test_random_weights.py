@@ -31,8 +31,8 @@ UPDATES: Sequence[str | Callable[..., object]] = (
 
 
 class Generations(CheckingRunner):
-    """Writes KV that identifies the weights that it was computed with. Checks the KV of requests
-    all of whose blocks were allocated after the last change of weights."""
+    """A model whose KV identifies the weights that computed it. Only requests whose blocks were all
+    allocated after the last change of weights are checked."""
 
     def __init__(self, rig: Rig) -> None:
         pages = rig.groups[0].page_bytes
@@ -56,7 +56,7 @@ class Generations(CheckingRunner):
 
 
 class Workers:
-    """Workers that get different weights with every call that is an update.
+    """Workers whose weights change with every call in ``UPDATES``.
 
     Args:
         versions: numbers of the next weights. The weights on disk have number 0.
@@ -77,7 +77,8 @@ class Workers:
 
 
 class Updates(Script):
-    """Trainers update weights through calls to the workers, and sometimes reset the cache."""
+    """Clients of an engine whose trainer updates the weights through calls to the workers, and
+    sometimes resets the cache."""
 
     workers: Workers
 
@@ -129,7 +130,7 @@ def test_no_request_after_a_reset_uses_earlier_kv(tmp_path: Path, seeds: range) 
 
 def play_updates(folder: Path, seed: int) -> None:
     """Play engines one after another on the same folders. Each starts with the weights on disk, and
-    every update is a different model with distinguishable KV."""
+    every update brings other weights, whose KV can be distinguished."""
     rng, versions = random.Random(seed), itertools.cycle(range(1, 255))
     memory, place = folder / "memory", rng.choice(["ssd", "memory", "none"])
     acts = {"turn": 65, "abort": 7, "fail_copy": 5, "wait": 5, "update": 18}

@@ -1,4 +1,4 @@
-"""The engine frees its KV cache temporarily, and allocates it again at another address."""
+"""The engine frees its KV cache temporarily and allocates it again, possibly at another address."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from tiered_kv.testing.vllm.rig import Rig
 
 
 def test_a_running_request_is_not_saved_once_its_kv_was_reset(make_rig: MakeRig) -> None:
-    """After a weight update, the request's blocks have KV of the old weights, and vLLM lets it
-    continue with them."""
+    """vLLM refuses to reset the cache while a request runs, and the request continues with its
+    earlier KV, which may be of old weights. None of its pages is saved."""
     rig = make_rig()
     prompt = text(100, seed=3)
     rig.add("old", prompt, max_tokens=60)
@@ -30,7 +30,8 @@ def test_a_running_request_is_not_saved_once_its_kv_was_reset(make_rig: MakeRig)
 
 
 def test_blocks_that_vllm_does_not_reset_are_not_found_by_new_requests(make_rig: MakeRig) -> None:
-    """Later requests would save these blocks under the keys of the new weights."""
+    """If vLLM refuses a reset, the running request keeps its blocks. A new request with the same
+    prompt does not find them, because it would save them under the keys of the new weights."""
     rig = make_rig()
     prompt = text(100, seed=3)
     rig.add("old", prompt, max_tokens=60)
@@ -65,8 +66,9 @@ def blocks_of(rig: Rig, request_id: str) -> set[int]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_blocks_restored_after_a_reset_are_not_found(make_rig: MakeRig, ahead: bool) -> None:
-    """The restored blocks are from the previous generation. vLLM hashes them when the restore has
-    finished."""
+    """A reset is refused while a restore is in flight. vLLM hashes the restored blocks when the
+    restore has finished, but later requests do not find them, because they are from the previous
+    generation."""
     rig = make_rig(ahead=ahead)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     prompt = text(200, seed=1)
@@ -107,7 +109,7 @@ def test_blocks_that_a_request_fills_after_a_reset_are_not_found(
     assert not rig.scheduler.reset_prefix_cache()
     while not rig.outputs["old"]:
         rig.step()
-    # Computes the first 128 tokens again, while the old request runs.
+    # This request computes the first 128 tokens again while the old request runs.
     rig.add("short", prompt[:129], max_tokens=1)
     while "short" not in rig.finished:
         rig.step()

@@ -1,4 +1,4 @@
-"""Answers are parsed on another thread, and no answer stops it."""
+"""Answers are parsed on another thread, and no answer stops that thread."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_reader(tokenizer: CharacterTokenizer) -> Iterator[MakeReader]:
 
 
 def take_all(reader: ToolReader, queued: int) -> list[Result]:
-    """Return the results of everything that was queued."""
+    """Wait until all ``queued`` answers have been read, and return the results."""
     taken: list[Result] = []
     waiting = threading.Event()
     for _ in range(30_000):

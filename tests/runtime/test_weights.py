@@ -72,7 +72,8 @@ def test_pins_of_old_kv_are_released(make_rig: MakeRig) -> None:
 
 
 def test_a_request_that_runs_meanwhile_is_not_saved(make_rig: MakeRig) -> None:
-    """The request's KV is computed partly with the old and partly with the new weights."""
+    """The KV of a request that runs during an update is computed partly with the old and partly
+    with the new weights. The next turn finds none of it."""
     rig = make_rig()
     workers = workers_of(rig)
     rig.add("mixed", PROMPT, max_tokens=40)
@@ -92,8 +93,9 @@ def test_a_request_that_runs_meanwhile_is_not_saved(make_rig: MakeRig) -> None:
 def test_after_a_restart_no_kv_of_updated_weights_is_found(
     make_rig: MakeRig, tmp_path: Path, place: str
 ) -> None:
-    """The cache salt is the version of the trained policy, which is the same before and after the
-    restart."""
+    """After an update and a restart, the engine has the weights on disk again. KV that the updated
+    weights computed is not found, although the prompt's cache salt, the version of the trained
+    policy, is the same."""
     folder = tmp_path / place
     extra: dict[str, Any] = {"codec": "raw", "cpu_gib": 0.001, "policy": "lru"}
     if place == "ssd":
@@ -145,7 +147,8 @@ def test_the_log_names_the_method_and_warns_of_one_that_is_called_often(
 
 
 def test_every_executor_with_the_connector_is_watched(make_rig: MakeRig) -> None:
-    """Calls the same functions as an engine core at startup, also inside a MultiConnector."""
+    """The test calls the same functions as an engine core at startup, with the connector alone and
+    inside a MultiConnector. In both cases, a call that updates weights is counted."""
     from vllm.v1.executor.abstract import Executor
 
     rig = make_rig()
@@ -174,7 +177,7 @@ def test_every_executor_with_the_connector_is_watched(make_rig: MakeRig) -> None
 
 
 class Several:
-    """The part of vLLM's MultiConnector that is read."""
+    """The part of vLLM's MultiConnector that the connector reads."""
 
     def __init__(self, connectors: Sequence[Any]) -> None:
         self._connectors = connectors
@@ -184,7 +187,8 @@ class Several:
 
 
 def test_a_declared_weight_version_counts_as_an_update(make_rig: MakeRig) -> None:
-    """The call counts as an update, however the weights were transferred."""
+    """A call of vLLM's ``set_weight_version`` counts as an update, regardless of how the weights
+    were transferred."""
     from vllm.v1.engine.core import EngineCore
 
     rig = make_rig()

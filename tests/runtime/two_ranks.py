@@ -30,12 +30,13 @@ def facts_of_two(size: EngineSize) -> EngineFacts:
 
 
 class TwoRanks(Halves):
-    """Both connector halves for two ranks. Restores of the second rank are compared with those of
-    the first.
+    """The scheduler half and the worker halves of two ranks. Restores of the second rank are
+    compared with those of the first.
 
     Attributes:
         second: the second rank's worker half.
-        filled: by pack order, the slots that its bundle fills on each rank.
+        filled: for each order that compresses a bundle, the number of slots that the bundle fills
+            on each rank.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class TwoRanks(Halves):
         for request_id in both:
             self._compare(self._coming[request_id] - self._bad)
             del self._coming[request_id]
-        # Failures of restores that continue on one rank are reported when these have finished.
+        # Failed blocks of restores that are still in flight on one rank are reported once these
+        # have finished.
         bad = frozenset(self._bad.difference(*self._coming.values()))
         self._bad -= bad
         return Loads(frozenset(both), bad)

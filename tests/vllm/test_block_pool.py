@@ -1,5 +1,5 @@
-"""vLLM's null block has no owner. Before vLLM 0.33 the block pool counts references to it as for
-any other block."""
+"""The connector neither holds nor releases vLLM's null block, which has no owner. Before vLLM 0.33,
+the block pool counts references to it as to any other block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM 0.33 may drop an offered restore. If vLLM returns the experts of each token
+"""vLLM 0.33 may drop a restore that the connector offers. If vLLM returns the experts of each token
 (``--enable-return-routed-experts``), a hit must end at a block boundary and must not go beyond the
 blocks whose experts are known."""
 
@@ -54,7 +54,8 @@ def forget_vram(rig: Rig) -> None:
 def test_a_restore_ends_with_a_block_so_that_it_is_used(
     make_rig: MakeRig, mode: RestoreMode, groups: tuple[GroupSpec, ...], restored: int
 ) -> None:
-    """229 tokens have KV. States are kept at the end of the prompt's last block."""
+    """229 tokens of the first turn have KV, so the last block is not full and is not restored.
+    States are kept only at the end of the prompt's last full block."""
     rig = start(make_rig, mode, groups=groups, retention=None)
     answer = rig.ask("t1", PROMPT, max_tokens=30)
     forget_vram(rig)
@@ -68,7 +69,8 @@ def test_a_restore_ends_with_a_block_so_that_it_is_used(
 def test_a_restore_that_vllm_drops_costs_nothing_but_itself(
     make_rig: MakeRig, mode: RestoreMode
 ) -> None:
-    """vLLM drops the restore because the experts of its blocks are not known."""
+    """vLLM drops the restore because the experts of its blocks are not known. The prompt is
+    computed, and its pages can be restored later."""
     rig = start(make_rig, mode)
     answer = rig.ask("t1", PROMPT, max_tokens=30)
     forget_vram(rig)

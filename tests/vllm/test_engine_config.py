@@ -1,5 +1,5 @@
-"""Configurations that the connector refuses at startup, and its messages. The tests need no
-vLLM."""
+"""How the connector reads vLLM's configuration, and which configurations it refuses at startup. The
+tests need no vLLM."""
 
 from __future__ import annotations
 
@@ -171,7 +171,8 @@ def test_a_vllm_without_prefill_context_parallelism_is_accepted() -> None:
 
 
 def test_the_load_failure_policy_must_be_set() -> None:
-    """vLLM's default policy fails the request."""
+    """If the policy is not set, the configuration is refused, because vLLM's default is to fail the
+    request."""
     silent = config()
     del silent.kv_transfer_config.kv_load_failure_policy
     with pytest.raises(UnsupportedError, match="kv_load_failure_policy"):
@@ -232,7 +233,7 @@ def kv_config(*specs: Callable[[], Any], host_resident: bool = False) -> SimpleN
 
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake of everything that reading the engine configuration needs of vLLM."""
+    """Replace the parts of vLLM that are needed to read the engine configuration with fakes."""
     module = ModuleType("vllm.v1.kv_cache_interface")
     module.is_full_attention_spec = (  # type: ignore[attr-defined]
         lambda spec: type(spec) in (FullAttentionSpec, CoarseSpec)
@@ -333,8 +334,8 @@ def test_restores_are_sync_only_where_vllm_can_revert_them(
 
 @pytest.mark.usefixtures("without_vllm")
 def test_blocks_of_one_size_can_be_arranged_differently() -> None:
-    """Heads can come before tokens or after them. The regions are the same, but the pages must not
-    be mixed."""
+    """Within a block, heads can come before tokens or after them. The layout of the blocks is the
+    same, but pages of the two arrangements must not be mixed."""
     one, other = kv_config(FullAttentionSpec), kv_config(FullAttentionSpec)
     one.kv_cache_layout, other.kv_cache_layout = "LBNHC", "LBHNC"
     (mine,), (theirs,) = (read_engine(config(), cache).groups for cache in (one, other))

@@ -68,7 +68,8 @@ def test_adapters_are_distinguished_by_their_files(
 def test_kv_of_an_adapter_without_local_files_is_neither_saved_nor_restored(
     fingerprints: Fingerprints, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker looks the adapter up on a hub, where the files may change at any time."""
+    """Without local files, vLLM loads the adapter from a hub, where its files may change at any
+    time."""
     (tmp_path / "empty").mkdir()
     request = adapter(tmp_path / name if name == "empty" else name)
     assert digested(fingerprints, request) is None
@@ -86,7 +87,8 @@ def test_an_adapter_in_the_home_folder_is_found(
 def test_an_adapter_loaded_in_place_has_keys_immediately_and_is_not_read_by_requests(
     fingerprints: Fingerprints, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM keeps the load-in-place flag on every later request of the adapter."""
+    """vLLM keeps the load-in-place flag on every later request of the adapter. These requests do
+    not read its files."""
     loaded = adapter(weights.parent, in_place=True)
     assert not fingerprints.on_load(loaded), "no KV of it can be there"
     monkeypatch.delattr("tiered_kv.connectors.vllm.fingerprints.digest_files")
@@ -118,7 +120,8 @@ def test_weights_that_changed_before_the_first_request_are_noticed(
 def test_an_adapter_whose_files_change_after_the_load_has_no_keys_until_the_next(
     fingerprints: Fingerprints, weights: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM reads the files again without notice when it evicts the adapter and needs it again."""
+    """vLLM may evict the adapter and read its files again without notice. After a change of the
+    files, the adapter therefore has no keys until it is loaded again."""
     loaded = adapter(weights.parent)
     fingerprints.on_load(loaded)
     assert digested(fingerprints, loaded) is not None
@@ -156,7 +159,8 @@ def test_an_adapter_loaded_without_a_call_in_place_of_another_has_no_keys(
 def test_adapters_differ_by_name_alone_if_vllm_hashes_nothing_else(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """vLLM 0.30 hashes the adapter's name only."""
+    """vLLM 0.30 includes only the name of an adapter in block hashes. There, loading a second
+    adapter of the same name reports that vLLM may have KV of the first under the same hashes."""
     rig = make_rig()
     for hashes_paths, stale in ((True, False), (False, True)):
         made = Fingerprints(
@@ -182,7 +186,8 @@ def test_old_adapter_loads_are_forgotten(
 def test_models_with_overridden_configurations_have_different_fingerprints(
     make_rig: MakeRig,
 ) -> None:
-    """``--hf-overrides`` changes the configuration although the model's files are the same."""
+    """``--hf-overrides`` changes the configuration, and so the fingerprint, although the model's
+    files are the same."""
     rig = make_rig()
     before = fingerprint(rig).config
     assert before == fingerprint(rig).config
@@ -217,7 +222,8 @@ def test_overrides_outside_the_text_model_count_if_there_are_any(
 def test_weights_not_loaded_from_files_are_not_identified_by_files(
     make_rig: MakeRig, tmp_path: Path, load_format: str, found: bool
 ) -> None:
-    """``--load-format dummy`` creates different weights at each start, whatever files exist."""
+    """``--load-format dummy`` creates different weights at each start, whatever files exist. Each
+    start therefore has a different fingerprint."""
     rig = make_rig()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
     rig.config.load_config.load_format = load_format
@@ -229,8 +235,8 @@ def test_weights_not_loaded_from_files_are_not_identified_by_files(
 def test_a_model_with_weights_elsewhere_is_not_identified_by_its_configuration(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """The weights may be in object storage, for example. A fine-tuned model has the same
-    configuration."""
+    """If the weights are not in the model's folder but, for example, in object storage, each start
+    has a different fingerprint. A fine-tuned model could have the same configuration."""
     rig = make_rig()
     assert fingerprint(rig).lasting
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -240,8 +246,8 @@ def test_a_model_with_weights_elsewhere_is_not_identified_by_its_configuration(
 
 
 def test_each_page_group_has_a_fingerprint_that_names_all_of_them(make_rig: MakeRig) -> None:
-    """A page of one group is useless without the pages of the other groups with which it was
-    created."""
+    """A group's fingerprint depends on all groups of the model, because a page of one group is
+    useless without the pages of the other groups with which it was created."""
     rig = make_rig()
     (first,) = rig.half.facts.groups
     second = replace(first, index=1, block_size=first.block_size * 2)

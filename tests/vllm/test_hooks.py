@@ -64,7 +64,8 @@ def test_the_log_reports_once_that_ids_in_headers_are_not_read(
     ids: dict[str, Any],
     said: bool,
 ) -> None:
-    """The engine does not see headers. It only sees that no request has IDs from the middleware."""
+    """The engine does not see headers. It only sees that no request has IDs from the middleware,
+    and logs this once, after several such requests."""
     monkeypatch.setattr(vllm_request, "UNNAMED", 3)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
@@ -119,8 +120,8 @@ def test_an_exception_in_a_hook_only_increments_a_counter(
 def test_a_restore_that_cannot_be_ordered_is_recomputed(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM already counts the tokens as computed, so without a reported failure it would use
-    garbage."""
+    """vLLM already counts the restored tokens as computed. If the connector did not report a
+    failure, vLLM would use garbage."""
     rig = make_rig()
     prompt = text(300, seed=1)
     rig.ask("first", prompt)

@@ -22,7 +22,8 @@ SPANS = (KvKind.WINDOW, KvKind.CHUNK)
 
 @pytest.fixture(scope="module", autouse=True)
 def _managers_are_known(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """vLLM registers the managers of its KV cache specs when an engine is configured."""
+    """Configure an engine, because only then does vLLM register the managers of its KV cache
+    specs."""
     size = EngineSize(64, 16, CELL, LONGEST, 64, 256, "fcfs")
     engine_config(tmp_path_factory.mktemp("model"), size, None)
 
@@ -89,8 +90,8 @@ def test_vllm_skips_the_same_tokens(group: Group, tokens: int) -> None:
 
 @given(st.lists(any_group(), min_size=1, max_size=3), st.integers(1, LONGEST))
 def test_a_hit_has_the_blocks_that_it_needs(groups: list[Group], tokens: int) -> None:
-    """The hit comes from outside, with nothing in VRAM. It has any length, aligned to blocks or
-    not."""
+    """A hit comes from outside VRAM and has any length, aligned to blocks or not. vLLM allocates
+    exactly the blocks that the reach names."""
     found, _ = coordinator(groups)
     empty: tuple[list[Any], ...] = tuple([] for _ in groups)
     found.allocate_new_computed_blocks("one", empty, 0, tokens)

@@ -175,7 +175,8 @@ def test_headers_and_body_fields_are_carried_on_every_path(path: str) -> None:
 
 
 def test_a_session_next_to_the_messages_is_used() -> None:
-    """On all paths but that of Anthropic's Messages API, vLLM itself reads ``session_id``."""
+    """On all paths except Anthropic's Messages API, vLLM itself reads ``session_id``. The
+    middleware moves it only on that path."""
     assert params(MESSAGES, session_id="s") == {"session_id": "s"}
     inside = {"session_id": "in"}
     assert params(MESSAGES, session_id="s", kv_transfer_params=inside) == inside
@@ -196,8 +197,8 @@ def test_ids_that_a_client_sends_as_carried_take_precedence() -> None:
 
 
 def test_headers_are_never_used_as_a_salt() -> None:
-    """Headers are not verified. Clients are separated only by the salt in the body, which is part
-    of the block hashes."""
+    """No header becomes a cache salt, because headers are not verified. Clients are separated only
+    by the salt in the body, which is part of the block hashes."""
     names = (*HEADERS, "cache_salt", "x-cache-salt")
     every = [(name.encode(), b"claimed") for name in names]
     asked = json.dumps({"messages": []}).encode()
@@ -207,7 +208,8 @@ def test_headers_are_never_used_as_a_salt() -> None:
 
 
 def test_bodies_that_only_pythons_json_module_reads_are_accepted() -> None:
-    """The bodies contain half of a surrogate pair, as where a client cut a string, or NaN."""
+    """Python's ``json`` module accepts half of a surrogate pair, which remains when a client cuts a
+    string, and NaN. The middleware reads such bodies too."""
     for text in ('"\\ud83d"', "NaN"):
         body = f'{{"metadata": {{"user_id": {json.dumps(CLAUDE_CODE)}}}, "x": {text}}}'.encode()
         assert json.loads(carry(body, MESSAGES))["kv_transfer_params"]["client"]["session"]

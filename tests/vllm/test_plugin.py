@@ -14,7 +14,8 @@ def test_the_package_registers_as_a_plugin_of_vllm() -> None:
 
 
 def test_registering_twice_works_and_makes_the_name_known() -> None:
-    """vLLM loads its plugins in every process, and in some processes twice."""
+    """Registering the connector twice does no harm. vLLM loads its plugins in every process, and in
+    some processes twice."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     plugin.register()

@@ -36,7 +36,7 @@ def hold(config: Any) -> None:
 
 
 def decode(rig: Rig, max_tokens: int = 100) -> None:
-    """Run a request up to its decoding. Its prefill starts an interval."""
+    """Run a request until it decodes. Its prefill starts an interval."""
     rig.add("busy", text(60, seed=9), max_tokens=max_tokens)
     rig.step()
     assert rig.running() == ["busy"]
@@ -76,7 +76,7 @@ def test_a_turn_waits_with_its_restore_and_takes_no_pin(
     make_rig: MakeRig, mode: RestoreMode, in_job_order: bool
 ) -> None:
     """An async restore runs during the steps of the interval. A sync restore is offered again in
-    each step."""
+    each step. In both cases, no pin is released."""
     rig = make_rig(blocks=96, max_model_len=512, in_job_order=in_job_order, configure=hold)
     rig.pages.restores.policy = AlwaysRestore(mode)
     rig.ask("t1", PROMPT)
@@ -97,7 +97,8 @@ def test_a_turn_waits_with_its_restore_and_takes_no_pin(
 
 
 def test_a_prompt_that_is_restored_completely_does_not_wait(make_rig: MakeRig) -> None:
-    """Only the last token of the prompt is computed, as in a decode step."""
+    """If all but the last token of a prompt is restored, the request runs in the next step, because
+    only one token is computed, as in a decode step."""
     rig = make_rig(blocks=96, max_model_len=512, configure=hold)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     rig.ask("t1", PROMPT, max_tokens=1)
@@ -114,7 +115,8 @@ def test_a_prompt_that_is_restored_completely_does_not_wait(make_rig: MakeRig) -
 def test_an_overdue_request_that_waits_for_a_prefill_step_runs_first(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
-    """Later requests wait for the overdue request, and it runs first."""
+    """While an overdue request waits for a step with prefills, later requests wait for it. It is
+    the first of them to run."""
     rig = make_rig(
         blocks=96,
         max_model_len=512,
@@ -141,7 +143,8 @@ def test_an_overdue_request_that_waits_for_a_prefill_step_runs_first(
 
 
 def test_the_steps_that_a_prefill_waits_count_as_its_time(make_rig: MakeRig) -> None:
-    """Recomputing a context would wait for the same steps."""
+    """A prefill is timed including the steps in which it waits for the interval. Recomputing a
+    context would wait for the same steps."""
     rig = make_rig(blocks=96, max_model_len=512, max_batched_tokens=256, configure=hold)
     decode(rig)
     rig.add("long", text(500, seed=6))

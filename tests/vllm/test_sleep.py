@@ -77,7 +77,8 @@ def test_copies_in_progress_finish_before_the_memory_is_freed(make_rig: MakeRig)
 
 
 def test_a_copy_ordered_during_a_sleep_fails(make_rig: MakeRig) -> None:
-    """A copy must not touch memory that may now belong to others."""
+    """A copy ordered while the KV cache is freed fails, because it must not touch memory that may
+    be in other use by then."""
     rig = make_rig()
     rig.ask("t1", PROMPT)
     rig.fill()
@@ -109,8 +110,8 @@ def test_a_second_handshake_does_not_restore_the_initial_index_of_the_stores(
 def test_saves_may_start_after_the_polls_of_their_step(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's newer model runner (since 0.33) runs the draft model between the polls and the
-    saves."""
+    """vLLM's newer model runner (since 0.33) runs the draft model between the polls and the saves
+    of a step. Pages are still saved and restored."""
     rig = make_rig()
     worker = rig.worker
     save, clear = worker.wait_for_save, worker.clear_connector_metadata

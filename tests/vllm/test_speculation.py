@@ -16,7 +16,7 @@ from tiered_kv.testing.vllm.groups import GroupSpec
 from tiered_kv.vllm_versions import SPECULATED_STATES
 
 LOOKAHEAD = hasattr(VllmConfig, "num_hash_lookahead_tokens")
-"""True since vLLM 0.33: without a connector, EAGLE and MTP lose no block."""
+"""True since vLLM 0.33, in which EAGLE and MTP lose no block if there is no connector."""
 
 
 def speculating(folder: Path, groups: tuple[GroupSpec, ...], method: str, **options: Any) -> Any:

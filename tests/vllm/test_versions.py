@@ -83,7 +83,7 @@ def run_tests(version: str, names: list[str]) -> None:
         f"import vllm, sys, pytest; assert vllm.__version__ == {version!r}, vllm.__version__;"
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
-    # vLLM's source package does not contain the device that it is for.
+    # vLLM's source package does not record the device that it is built for.
     env = {"PYTHONPATH": f"{other}{os.pathsep}{ROOT}", "VLLM_TARGET_DEVICE": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *files],

@@ -152,14 +152,14 @@ class Asker:
 
     @property
     def alignment(self) -> int:
-        """Tokens; the length of every prefix hit in VRAM is a multiple of this number."""
+        """A number of tokens: the length of every prefix hit in VRAM is a multiple of it."""
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         return max(int(manager.cache_hit_alignment_tokens) for manager in managers)
 
     @property
     def dropped(self) -> int:
-        """Tokens at the end of a hit that vLLM recomputes. The draft model's KV of the last token
-        depends on the token that follows."""
+        """Number of tokens at the end of a hit that vLLM recomputes, because the draft model's KV
+        of the last token depends on the token that follows."""
         drafts = self.scheduler.vllm_config.speculative_config
         return self.alignment if drafts is not None and drafts.use_eagle() else 0
 

@@ -2,7 +2,7 @@
 
 The model runs on stock vLLM, then with the connector, then with the connector after a restart.
 ``row.json`` in the folder is written after every engine, so that a process that dies has reported
-its earlier results. With ``--mixed`` the process only writes ``mixed.json``, see ``mixed_prefix``.
+its earlier results. With ``--mixed`` the process only writes ``mixed.json`` (see ``mixed_prefix``).
 
 With dense retention, an aligned context gives the same answer from any source of KV. Each source
 has a job of its own. The jobs' prompts are equal but share no KV, so that each finds exactly the
@@ -46,9 +46,10 @@ PROMPT, ANSWER, MORE = 700, 60, 30
 """Tokens of a turn's prompt (not a whole number of blocks), of its answer, and of the text that the
 next turn appends."""
 COMPARED = 8
-"""Tokens of an answer that is compared."""
+"""Number of tokens of each answer that is compared with another answer."""
 DRAFTED = 33
-"""Tokens of an answer whose draft tokens are counted: one token, then steps of up to four."""
+"""Number of tokens of an answer whose draft tokens are counted: one token, then steps of up to
+four."""
 LEAST_BEFORE_STOP = 20
 """Minimum length of an answer before the stop string that ends it."""
 CPU, SSD, RESTART, VRAM = "cpu", "ssd", "restart", "vram"
@@ -330,7 +331,8 @@ def _restore(asker: Asker, first: Turn, row: Row) -> None:
 
 
 def _stop_string(asker: Asker, first: Turn, row: Row) -> None:
-    """End the same answer with a stop string that occurs in it for the first time."""
+    """Generate the same answer again, and end it with a stop string that does not occur earlier in
+    it."""
     answer = [f"w{token}" for token in first.tokens]
     new = (at for at in range(LEAST_BEFORE_STOP, len(answer)) if _is_new(answer, at))
     at = next(new, None)

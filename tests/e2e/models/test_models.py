@@ -56,8 +56,9 @@ def test_a_model_is_restored_bit_for_bit(model: TinyModel, tmp_path: Path) -> No
 def test_a_recurrent_model_continues_after_a_local_prefix_and_a_restored_tail(
     tmp_path: Path, name: str
 ) -> None:
-    """The models have Mamba 2 layers and a gated delta net. A state depends on every token before
-    it. LMCache#4247 reports wrong text from another connector in this case."""
+    """VRAM has the first half of a context, and the rest is restored. The models have Mamba 2
+    layers or a gated delta net, whose states depend on every token before them. LMCache#4247
+    reports wrong text from another connector in this case."""
     model, log = next(one for one in MODELS if one.name == name), tmp_path / "log"
     failed = run_checks(model, tmp_path, log, TIMEOUT_S, "--mixed")
     assert failed is None, log.read_text()[-3000:]

@@ -22,7 +22,7 @@ NULL_BLOCK = 0
 Tables = Sequence[Sequence[int]]
 """Block ids of a request, by group."""
 Digests = Mapping[str, str]
-"""By description of the group, the digest of its bytes, or the reason why there is none."""
+"""The digest of each group's bytes, or the reason why there is none, by the group's description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Snapshot:
 
     def digest(self, group: KvGroup, tokens: int) -> str:
         """Return the digest of the group's bytes that a hit of ``tokens`` needs, which must be at
-        most the copy's ``tokens``. Returns a sentence if they are missing."""
+        most the copy's ``tokens``. If bytes are missing, returns the reason instead."""
         is_state = group.reach.kind is KvKind.STATE
         if is_state and self.tokens != tokens:
             return f"a state after {self.tokens} tokens, not {tokens}"
@@ -215,7 +215,7 @@ def watch(worker: Any) -> None:
 
 
 def keep(worker: Any, label: str, tables: Tables, tokens: int) -> None:
-    """Copy blocks, see ``Vram.keep``."""
+    """Copy blocks (see ``Vram.keep``)."""
     worker.model_runner.watched_vram.keep(label, tables, tokens)
 
 

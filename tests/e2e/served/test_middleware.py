@@ -71,7 +71,8 @@ def test_jobs_named_at_the_top_level_are_known_to_the_connector(server: VllmServ
 def test_sessions_of_clients_are_jobs_on_their_paths(
     client: httpx.Client, server: VllmServer
 ) -> None:
-    """The last turn of each job is streamed."""
+    """A client's session id, in whichever field it is sent, names a job on the paths of the
+    Messages and Responses APIs. The last turn of each job is streamed."""
     codex = "0199c7a4-0000-7d31-a7c2-3f1f0c6d2b11"
     for job_id, path, body in (
         (SESSION, "/v1/messages", {**MESSAGE, "metadata": CLAUDE_CODE}),
@@ -100,7 +101,8 @@ def test_sessions_of_clients_are_jobs_on_their_paths(
 def test_a_recorded_subagent_is_a_job_below_its_parent(
     client: httpx.Client, server: VllmServer
 ) -> None:
-    """The requests are those that Claude Code sent, with replaced prompts."""
+    """The recorded requests of Claude Code, with replaced prompts, include those of a sub-agent and
+    of its own sub-agent. Each is a job that names its parent."""
     run = next(one for one in clients() if one.name == "claude_code").again()
     with closing(Player(server.url, routed=False)) as player:
         player.play(run, "/v1/messages", 0)
@@ -119,8 +121,8 @@ def test_a_recorded_subagent_is_a_job_below_its_parent(
 def test_without_the_middleware_parameters_and_the_header_reach_every_path(
     client: httpx.Client, server: VllmServer
 ) -> None:
-    """The middleware does not change these requests. A turn is written to the trace when the next
-    one arrives."""
+    """The middleware does not change these requests. A turn is written to the trace when its job's
+    next turn arrives, so each job has two turns."""
     bodies = {
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETION,

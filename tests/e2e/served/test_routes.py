@@ -43,7 +43,8 @@ def status(client: httpx.Client) -> dict[str, Any]:
 
 
 def settled(client: httpx.Client, name: str) -> dict[str, Any]:
-    """Return the job once its tool call has been read. An idle engine reads it late."""
+    """Return the job once its tool call has been read. An idle engine reads it only in its next
+    step, so small requests are sent until then."""
     deadline = time.monotonic() + EVENT_S
     while (found := the_job(client, name))["gap"]["tool_unread"] and time.monotonic() < deadline:
         tick(client)
@@ -125,7 +126,7 @@ def test_pages_of_the_job_list_contain_each_job_once(client: httpx.Client) -> No
 
 
 def test_an_idle_engine_answers_and_stays_idle(client: httpx.Client) -> None:
-    """Only the query wakes the engine, and it runs no step."""
+    """An idle engine answers a query without running a step."""
     deadline = time.monotonic() + EVENT_S
     while (steps := status(client)["steps"]) != status(client)["steps"]:
         assert time.monotonic() < deadline, "copies end"

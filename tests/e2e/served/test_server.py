@@ -47,8 +47,8 @@ def test_a_five_turn_job_holds_its_blocks_until_its_last_turn(client: httpx.Clie
 
 
 def test_a_turn_that_ends_with_a_stop_string_is_pinned(client: httpx.Client) -> None:
-    """The engine sees an abort, because the API server detects stop strings and aborts the
-    request."""
+    """The API server detects stop strings and aborts the request, so the engine sees an abort. The
+    turn is still pinned."""
     drain(client)
     context = texts(client, 1, 400)[0][:300]
     said = ask(client, context, max_tokens=12, **job("before", last=True))["choices"][0]["text"]

@@ -109,7 +109,8 @@ def test_openais_client_reads_the_report_with_the_answer(server: VllmServer) -> 
 def test_a_client_that_disconnects_ends_its_request(
     client: httpx.Client, server: VllmServer
 ) -> None:
-    """The listener to an answer reports that the client has disconnected."""
+    """If a client disconnects during a streamed answer, its request ends, and other requests are
+    answered as before."""
     body = {"model": MODEL_NAME, "prompt": [7] * 200, "max_tokens": 1500, "ignore_eos": True}
     turns = count(client, "turns")
     with (

@@ -87,7 +87,8 @@ def test_a_job_that_waits_elsewhere_counts_for_the_time_that_it_runs() -> None:
 def test_changed_jobs_count_as_if_all_jobs_were_counted_again(
     found: list[JobDemand], data: st.DataObject
 ) -> None:
-    """The test also checks sums over the first jobs in order."""
+    """After jobs have changed one by one, the peak is the same as if all were counted again. The
+    peak of the first jobs in order is checked too."""
     had = data.draw(st.integers(1, len(found)))
     demand = Demand([share._replace(blocks=7.0) for share in found[:had]])
     for place, share in enumerate(found):

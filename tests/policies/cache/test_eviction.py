@@ -143,8 +143,8 @@ def test_a_job_whose_time_has_passed_is_not_expected() -> None:
 
 
 def test_pages_that_take_longer_to_recompute_are_kept_longer() -> None:
-    """Recomputing the end of a long context takes longer than recomputing the end of a short
-    one."""
+    """Recomputing the end of a long context takes longer than recomputing the end of a short one,
+    so it is evicted later."""
     pool = Pool(A, B)
     pool.waits("dear", [A], SOON, page_s=3.0)
     pool.waits("cheap", [B], SOON, page_s=1.0)
@@ -183,8 +183,8 @@ def test_a_next_turn_takes_the_place_of_the_last() -> None:
 
 
 def test_a_context_without_a_forecast_is_evicted_like_pages_of_no_job() -> None:
-    """The context of a running turn is in VRAM. Its pages count as just used, and their worth
-    halves every half minute."""
+    """A context loses its forecast when its job's next turn runs, because it is then in VRAM. Its
+    pages count as just used, and their worth halves every half minute."""
     pool = Pool(A, B, C, D)
     pool.waits("running", [A, B], SOON)
     pool.waits("soon", [C], SOON)
@@ -256,7 +256,8 @@ def test_the_worth_of_a_page_of_no_job_halves_every_half_minute() -> None:
 
 
 def test_pages_shared_by_finished_jobs_are_evicted() -> None:
-    """Two finished jobs shared pages A and B; a third job is expected back and needs C."""
+    """Two finished jobs shared pages A and B. A third job is expected back and needs C, so A and B
+    are evicted first."""
     pool = Pool(A, B, C)
     pool.waits("one", [A, B], SOON)
     pool.waits("two", [A, B], SOON)
@@ -283,8 +284,8 @@ def test_evicting_one_page_takes_no_longer_in_a_large_pool() -> None:
 
 
 def eviction_s(jobs: int) -> float:
-    """Return the duration in seconds of the fastest of several evictions, on which other processes
-    had the least effect."""
+    """Return the seconds that the fastest of several evictions takes, because other processes
+    affect it least."""
     keys = [[PageKey(f"{job}-{n}".encode()) for n in range(300)] for job in range(jobs)]
     pool = Pool(stay_s=60.0, most_pages=10**6)
     pool.order.added_all([key for pages in keys for key in pages[:2]])
@@ -315,7 +316,8 @@ def test_a_return_chance_is_that_of_the_likeliest_job() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_pages_are_evicted_in_the_order_of_their_worth(seed: int) -> None:
-    """The order is sorted by a worth that the test computes for each page."""
+    """The test computes the worth of each page from its definition. Pages are evicted in ascending
+    order of this worth."""
     rng = random.Random(seed)
     pool, stay_s = Pool(stay_s=60.0, most_pages=10_000), 60.0
     waiting = dict[str, tuple[list[PageKey], Forecast, float, float]]()

@@ -23,7 +23,7 @@ def pages(text: str) -> list[PageKey]:
 
 
 class Order(ByWorth):
-    """The rule under test. All pages are in CPU memory."""
+    """The eviction rule under test. All pages are in CPU memory."""
 
     def __init__(self, **contexts: str) -> None:
         super().__init__(lambda: 0.0, 1000)
@@ -104,7 +104,8 @@ TEXTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 
 
 @given(TEXTS, st.integers(0, 1 << 30))
 def test_each_stretch_is_a_piece_of_a_context(jobs: list[tuple[int, int, int]], seed: int) -> None:
-    """Contexts are paths in a tree: the key of a page identifies all tokens before it."""
+    """Contexts are paths in a tree, because the key of a page identifies all tokens before it. Each
+    known page is in one stretch, and each stretch is a contiguous part of a context."""
     rng, order, contexts = random.Random(seed), Order(), dict[int, list[PageKey]]()
     for job, length, branch in jobs:
         # Pages of one branch share a context. The first three pages belong to all branches.

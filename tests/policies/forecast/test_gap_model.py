@@ -97,7 +97,8 @@ def test_a_tool_call_that_is_not_read_yet_is_forecast_like_all_tools() -> None:
 
 
 def test_two_modes_are_found_after_enough_observations() -> None:
-    """A unimodal posterior of ln X would put most of the probability between the two modes."""
+    """Gaps alternate between 0.1 s and 100 s. The forecast puts little probability between the two,
+    where a unimodal posterior of ln X would put most of it."""
     model = GapModel()
     for number in range(100):
         gap_s = 0.1 if number % 2 else 100.0
@@ -165,7 +166,8 @@ def test_every_gap_changes_the_forecast_for_new_jobs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_job_s_answers_of_one_length_are_followed_by_gaps_of_one_length() -> None:
-    """Calls of one tool have similar lengths, even if no tool is named."""
+    """Forecasts depend on the length of the answer, because calls of one tool have similar lengths
+    even if no tool is named."""
     model = taught({None: 10.0}, times=100, spread=1.5)
     for number in range(15):
         model.observe(turn_end("job", number, output=40), 1.0, ended=True)

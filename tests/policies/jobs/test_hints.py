@@ -73,7 +73,8 @@ def test_the_first_usable_hint_counts() -> None:
 
 
 def test_xargs_for_other_components_are_not_counted() -> None:
-    """``extra_args`` also holds parameters of logits processors, and kv_transfer_params."""
+    """vLLM's ``extra_args`` also contain parameters of logits processors and
+    ``kv_transfer_params``. These do not count as ignored hints."""
     xargs = {"kv_transfer_params": {"job_id": "p"}, "my_processor": [1, 2], "job_id": "x"}
     assert read_hints({"job_id": "p"}, xargs) == TurnHints("p", ignored=0)
 
@@ -95,13 +96,13 @@ def test_an_answers_parameters_may_be_sent_back() -> None:
 
 @pytest.mark.parametrize("number", [0, 7, -7, 2**64 - 1])
 def test_a_job_may_be_a_number(number: int) -> None:
-    """Continuum's clients number their jobs."""
+    """A number is accepted as a job id, because Continuum's clients number their jobs."""
     assert read_hints({"job_id": number}) == TurnHints(str(number))
 
 
 @pytest.mark.parametrize(("said", "meant"), [(0, False), (1, True)])
 def test_a_last_step_may_be_zero_or_one(said: int, meant: bool) -> None:
-    """vLLM converts the booleans in vllm_xargs to numbers."""
+    """0 and 1 are accepted, because vLLM converts the booleans in ``vllm_xargs`` to numbers."""
     assert read_hints(None, {"is_last_step": said}) == TurnHints(None, meant)
 
 
@@ -179,7 +180,8 @@ def test_hints_that_are_not_an_object_are_counted_once(params: object) -> None:
 
 
 def test_unknown_keys_are_counted_and_the_known_ones_used() -> None:
-    """An unknown key is, for example, a TTL, which clients cannot set."""
+    """Unknown keys count as ignored, for example a TTL, which clients cannot set. The known keys
+    next to them are used."""
     params = {"ttl": -5, "ttl_s": "abc", "job_id": "j", "is_last_step": True, 7: None}
     assert read_hints(params) == TurnHints("j", True, ignored=3)
 

@@ -64,7 +64,8 @@ def test_a_subagent_is_a_separate_job_and_has_its_parents_id() -> None:
 
 
 def test_a_thread_with_the_id_of_its_session_is_the_main_agent() -> None:
-    """Codex sends both ids with each request."""
+    """Codex sends a session id and a thread id with each request. They are equal in requests of the
+    main agent, and differ in those of a sub-agent."""
     codex = {"session-id": "S", "thread-id": "S"}
     child = {"session-id": "S", "thread-id": "T", "x-codex-parent-thread-id": "S"}
     assert who(codex)[:4] == ("S", "S", None, None)
@@ -72,8 +73,8 @@ def test_a_thread_with_the_id_of_its_session_is_the_main_agent() -> None:
 
 
 def test_sessions_may_have_parents() -> None:
-    """OpenCode starts a session for each sub-agent. The id of that session is also vLLM's session
-    id."""
+    """OpenCode starts a session for each sub-agent, and names the session's parent in a header. The
+    id of that session is also vLLM's session id."""
     child = {"x-session-affinity": "T", "x-parent-session-id": "S"}
     assert who(child, session_id="T")[:4] == ("T", "T", None, "S")
     assert who({"x-parent-session-id": "S"}, session_id="T").parent == "S"
@@ -133,7 +134,7 @@ def test_ids_that_many_conversations_share_are_not_sessions(body: dict[str, Any]
 
 def test_a_subagent_without_an_id_is_inferred_below_its_session() -> None:
     """If a router drops the headers, only the system prompt shows that the request is from a
-    sub-agent of Claude Code."""
+    sub-agent of Claude Code. Its job is then inferred, with the session as its parent."""
     body = {"metadata": {"user_id": json.dumps({"session_id": "S"})}, "system": MARK}
     assert who({}, body)[:4] == (None, "S", None, "S")
     assert who(SUBAGENT, body).job == "S/agent:a1"
@@ -143,7 +144,8 @@ def test_a_subagent_without_an_id_is_inferred_below_its_session() -> None:
 
 
 def test_aiperfs_header_is_read_from_aiperf_only() -> None:
-    """In other clients, a correlation id is new in each request."""
+    """AIPerf sends the same correlation id with all requests of a session. Other clients send a new
+    one with each request."""
     header = {"x-correlation-id": "c"}
     assert who({**header, "user-agent": "aiperf/1.0"}).job == "c"
     assert who({**header, "user-agent": "python"}) == who(header) == NOBODY
@@ -177,7 +179,8 @@ def test_one_session_for_all_does_not_merge_clients_and_agents() -> None:
 
 
 def test_one_gateway_header_for_all_does_not_hide_the_clients_own_session() -> None:
-    """LiteLLM in front of Claude Code is an example."""
+    """A gateway such as LiteLLM may send one id for all clients behind it. The sessions of these
+    clients, for example Claude Code, are still separate jobs."""
     gateway = {"x-litellm-session-id": "G"}
     bodies = [{"metadata": {"user_id": json.dumps({"session_id": one})}} for one in "ST"]
     assert [who(gateway, one).job for one in bodies] == ["G/session:S", "G/session:T"]
@@ -186,7 +189,8 @@ def test_one_gateway_header_for_all_does_not_hide_the_clients_own_session() -> N
 
 
 def test_a_job_id_is_used_as_it_is() -> None:
-    """The documentation promises that requests with the same job_id are turns of one job."""
+    """Other ids do not change a job id that the client sends. The documentation promises that
+    requests with the same job_id are turns of one job."""
     for headers in (CLAUDE, SUBAGENT, {}):
         found = who(headers, params={"job_id": "j"}, session_id="R")
         assert (found.job, found.parent) == ("j", None)
@@ -360,7 +364,7 @@ def _has_bytes(value: Any) -> bool:
 
 @pytest.mark.scripts(40, nightly=1_000)
 def test_arbitrary_ids_name_bounded_jobs_and_raise_nothing(seeds: range) -> None:
-    """Checks a hundred requests per seed."""
+    """The test checks a hundred requests for each seed."""
     for seed in seeds:
         rng = random.Random(seed)
         for _ in range(100):
@@ -370,7 +374,7 @@ def test_arbitrary_ids_name_bounded_jobs_and_raise_nothing(seeds: range) -> None
 # -- costs --------------------------------------------------------------------------
 
 MOST_CALLS = 400
-"""Limit of Python and C calls to identify a request, at about 0.1 µs each."""
+"""Maximum number of Python and C calls to identify a request. A call takes about 0.1 µs."""
 
 
 def calls(turn: Request, text: str) -> int:
@@ -401,7 +405,8 @@ def _calls(turn: Request, text: str) -> int:
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
 def test_an_identity_costs_few_calls_however_long_the_prompt_is(client: Client) -> None:
-    """Clocks on shared machines are too noisy for this test. bench.identities measures the time."""
+    """The test counts calls, because clocks on shared machines are too noisy. ``bench.identities``
+    measures the time."""
     for turn in client.turns:
         short, long = calls(turn, ""), calls(turn, "x" * 200_000)
         assert short == long

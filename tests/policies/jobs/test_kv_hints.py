@@ -178,7 +178,8 @@ def test_a_job_is_named_as_in_requests() -> None:
 
 
 def test_hashes_are_numbers_bytes_or_digits_of_whole_hashes() -> None:
-    """vLLM's KV events have the whole hash in bytes, or its last eight bytes as a number."""
+    """Block hashes are accepted in the forms in which clients see them: vLLM's KV events have the
+    whole hash in bytes, or its last eight bytes as a number."""
     number = int.from_bytes(DIGEST, "big") & (1 << 64) - 1
     whole = [DIGEST, DIGEST.hex(), f"hex:{DIGEST.hex()}", f"0x{DIGEST.hex().upper()}"]
     ends = [number, str(number), number - 2**64, DIGEST[-8:].hex()]
@@ -322,7 +323,8 @@ def test_the_longest_time_of_anthropics_cache_control_counts() -> None:
 
 
 def test_a_body_that_the_fast_parser_rejects_is_read_too() -> None:
-    """Some clients cut texts in the middle of an emoji, and some send parameters of their own."""
+    """Some clients cut texts in the middle of an emoji, and some send NaN. Hints in such bodies are
+    read too, and the body's own parameters are kept."""
     cut = [block("\ud83d", type="ephemeral", ttl="1h")]
     assert retained(sent(MESSAGES, system=cut)) == ("cache_control", 3600.0, 0.0)
     assert retained(sent(MESSAGES, system=cut, temperature=float("nan")))[1] == 3600.0

@@ -21,7 +21,8 @@ def agents() -> Agents:
 
 @pytest.mark.parametrize("length", range(9))
 def test_a_job_is_followed_from_turn_to_turn(agents: Agents, length: int) -> None:
-    """The prompt may end at any position within a block."""
+    """Five prompts, each of which extends the one before, are turns of one job. The first prompt
+    may end at any position within a block."""
     prompt = question(*range(700, 700 + length))
     for number in range(1, 6):
         turn = agents.asked(prompt, answer=[90, 91])
@@ -32,7 +33,8 @@ def test_a_job_is_followed_from_turn_to_turn(agents: Agents, length: int) -> Non
 
 
 def test_the_answer_may_return_changed(agents: Agents) -> None:
-    """The client tokenizes the answer again, and removes the reasoning."""
+    """A prompt continues its job even if the answer in it has other tokens, because the client has
+    tokenized it again and removed the reasoning."""
     first = agents.asked(question(7), answer=list(range(800, 900)))
     again = agents.asked([*question(7), 899, *TOOL])
     assert again == Inferred(first.job, 2)
@@ -43,8 +45,9 @@ def test_the_answer_may_return_changed(agents: Agents) -> None:
 def test_the_end_of_a_prompt_may_be_missing_in_the_next_one(
     agents: Agents, lost: int, length: int
 ) -> None:
-    """A chat template may open a reasoning section that it omits from the history. If more tokens
-    are missing, it is another prompt."""
+    """A chat template may open a reasoning section that it omits from the history. The next prompt
+    then lacks a few tokens of the previous one. If more tokens are missing, it starts another
+    job."""
     prompt = [*question(*range(length)), *range(60, 66)]
     first = agents.asked(prompt)
     after = agents.asked([*prompt[: len(prompt) - lost], 77, 78, *TOOL, *ASSISTANT])
@@ -52,7 +55,8 @@ def test_the_end_of_a_prompt_may_be_missing_in_the_next_one(
 
 
 def test_a_common_system_prompt_joins_nothing(agents: Agents) -> None:
-    """The questions have one token each, after the same full blocks."""
+    """Sixty questions differ in one token, after the same full blocks. Each starts a job of its
+    own, and its next turn continues that job."""
     for word in range(200, 260):
         assert agents.asked(question(word)).turn == 1
     assert len(agents.lineage) == 60
@@ -94,8 +98,8 @@ def test_only_the_latest_of_many_samples_are_compared(agents: Agents) -> None:
 
 
 def test_indistinguishable_twins_continue_in_order(agents: Agents) -> None:
-    """Two runs of the same task whose answers are cut off. One choice may be wrong, but both runs
-    continue."""
+    """Two runs have the same prompt, and their next prompts do not contain the answers. The next
+    turns are assigned to the two jobs in order. They may be swapped, but both jobs continue."""
     first, second = agents.ask(question(7)), agents.ask(question(7))
     agents.end(first)
     agents.end(second)
@@ -113,7 +117,8 @@ def test_a_twin_that_was_abandoned_long_ago_gets_no_turn(agents: Agents) -> None
 
 
 def test_a_second_run_follows_the_steps_of_the_first(agents: Agents) -> None:
-    """While the first run is further ahead, the second run extends its own last turn."""
+    """Two runs send the same prompts. While the first run is further ahead, each prompt of the
+    second run extends the second run's own last turn."""
     prompts = [question(7) + n * [*TOOL, *ASSISTANT] for n in range(4)]
     first = [agents.asked(prompt).job for prompt in prompts]
     second = [agents.asked(prompt).job for prompt in prompts[:3]]
@@ -165,7 +170,8 @@ def test_the_least_recently_active_job_is_forgotten(
 def test_only_some_of_endless_repeats_are_remembered(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The requests of a health check are an example."""
+    """The same prompt may be sent endlessly, for example by a health check. Only the latest jobs
+    that started with it are remembered."""
     monkeypatch.setattr(module, "MAX_NEIGHBOURS", 10)
     for _ in range(100):
         latest = agents.asked(question(7))

@@ -102,7 +102,7 @@ class Conversations(RuleBasedStateMachine):
     @rule(data=st.data(), salt=st.sampled_from(["", "a", "b"]))
     @precondition(lambda self: self.all)
     def repeat(self, data: st.DataObject, salt: str) -> None:
-        """Send the same prompt again, as a sample or by another client with the same task."""
+        """Send the same prompt again, like a second sample or another client with the same task."""
         prompt = data.draw(st.sampled_from(self.all)).prompts[-1]
         if not self.waiting_for(salt, prompt):
             self.ask_as_new_job(salt, prompt)

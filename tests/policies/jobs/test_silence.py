@@ -21,7 +21,8 @@ def test_a_job_returns_soon_as_its_tool_does() -> None:
 
 
 def test_a_job_that_should_have_returned_has_probably_ended() -> None:
-    """The job's tool takes seconds, and 5% of the client's jobs end without notice."""
+    """The job's tool takes a second, and 5% of the client's jobs end without notice. The longer the
+    job is away, the less likely its return."""
     chances = [soon_chance(QUICK, away_s, 0.95) for away_s in (0.0, 1.0, 100.0)]
     assert chances[0] == pytest.approx(0.95)
     assert chances == sorted(chances, reverse=True)

@@ -54,7 +54,8 @@ def test_a_higher_vram_price_shortens_the_wait(
 
 
 def test_a_pin_is_charged_for_the_time_it_is_held_not_for_its_deadline() -> None:
-    """Continuum would charge 20 s for the late half of the gaps, and so would not pin at all."""
+    """Half of the gaps last 1 s, and half 19 s. A pin for 19 s is held for 10 s on average, and is
+    charged for that. Continuum would charge it for all 19 s, and would pin for only 1 s."""
     forecast = forecast_of({1.0: 0.5, 19.0: 0.5})
     assert best_wait(forecast, 20.0, 1.0) == pytest.approx(19, abs=1)
     assert utility(forecast, 20.0, 1.0).max() == pytest.approx(20 - 10, abs=0.5)
@@ -108,7 +109,8 @@ def test_a_pin_earns_what_it_saves_over_the_time_that_it_is_held() -> None:
 
 
 def test_a_pin_earns_nothing_by_letting_its_job_overtake_others() -> None:
-    """The pin makes its own job queue for ten seconds less, and other jobs for ten seconds more."""
+    """A pin saves its own job ten seconds in the queue, but other jobs then queue ten seconds
+    longer. Only the saved copy or recomputation counts."""
     soon = forecast_of({1.0: 1.0})
     copied = Costs(recompute_s=6.0, cpu_s=0.5, queue_s=10.0)
     assert saved_per_second(soon, copied, 60.0) == pytest.approx(0.5 / soon.held(60.0))

@@ -98,7 +98,8 @@ def test_models_mark_thinking_in_their_own_ways(begin: str, end: str) -> None:
 
 
 def test_a_marker_in_an_argument_does_not_start_a_thought() -> None:
-    """Agents edit chat templates too."""
+    """The argument of a call may contain a thinking marker, because agents also search and edit
+    chat templates."""
     call = f"<tool_call>{CALL}</tool_call>".replace("ls -l", "grep '</think>' a")
     for text in (call, f"<think>Where is it?</think>{call}"):
         assert [c.command for c in read_tool_calls(text)] == ["grep '</think>' a"]

@@ -107,7 +107,8 @@ def test_the_most_frequent_commands_take_less_than_a_second(command: str) -> Non
     ],
 )
 def test_arguments_that_change_the_duration_are_part_of_the_name(command: str, name: str) -> None:
-    """Commands with the same name share observations."""
+    """Commands with the same name share observations, so arguments that change the duration must
+    change the name."""
     assert known_command(command.split()).name == name
 
 

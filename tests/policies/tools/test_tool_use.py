@@ -190,7 +190,8 @@ def test_the_duration_of_a_wait_is_exact() -> None:
 
 
 def test_a_secret_in_a_command_is_masked() -> None:
-    """The paths are saved with the store, so they must not contain secrets."""
+    """Tool paths are written to disk with the policy's learned state, so they must not contain
+    secrets."""
     path = shell("curl -H 'Authorization: Bearer t0k3n' --token=t0k3n -u me:t0k3n a.org/t0k3n").path
     assert not any("t0k3n" in part for part in path)
 

@@ -14,13 +14,13 @@ from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig
 
 OPEN = 8
-"""Number of contexts of 19 blocks: more than fit into VRAM (127 blocks) or into CPU memory
-(100)."""
+"""Number of contexts that a client leaves open. Each has 19 blocks, so together they fit neither
+into VRAM (127 blocks) nor into CPU memory (100)."""
 
 
 def served(make_rig: MakeRig) -> Rig:
-    """Create a rig with forecasts. VRAM and CPU memory together hold all contexts that one client
-    leaves open, and more."""
+    """Create a rig with the ``occupancy`` policy. VRAM and CPU memory together hold all contexts
+    that one client leaves open, and more."""
     return make_rig(
         blocks=128,
         max_model_len=2048,
@@ -35,7 +35,8 @@ def served(make_rig: MakeRig) -> Rig:
 
 
 def leaves_open(rig: Rig, said: dict[str, Any], jobs: int = OPEN) -> None:
-    """Let one client start jobs that never continue, and then keep a request decoding."""
+    """Start jobs of one client that never continue, and then a request of that client that keeps
+    decoding."""
     for n in range(jobs):
         params = {"job_id": f"open{n}", "is_last_step": False, **said}
         rig.add(f"open{n}", text(TOKENS, seed=n), params=params, salt="one")
@@ -45,7 +46,7 @@ def leaves_open(rig: Rig, said: dict[str, Any], jobs: int = OPEN) -> None:
 
 
 def waits_s(rig: Rig, name: str) -> float:
-    """Return for how many seconds a new job of another client is held back."""
+    """Add a new job of another client, and return for how many seconds it is held back."""
     params = {"job_id": name, "is_last_step": True}
     rig.add(name, text(TOKENS, seed=sum(name.encode())), params=params, salt=f"salt {name}")
     began = rig.now
@@ -92,7 +93,8 @@ def test_a_late_return_does_not_affect_other_jobs(make_rig: MakeRig) -> None:
 
 
 def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig: MakeRig) -> None:
-    """The pin's worth was computed while a return was likely."""
+    """The pin is valued highly while a return of its job is likely. Twenty seconds later, a return
+    is unlikely, and the pin is released for a new job of another client."""
     rig = make_rig(
         blocks=64,
         max_model_len=1024,
@@ -100,7 +102,7 @@ def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig:
         in_job_order=True,
     )
     said = {"job_id": "open", "is_last_step": False, "tool_name": "bash", "expected_tool_s": 1.0}
-    for turn in range(1, 41):  # makes the forecast certain that the job returns after a second
+    for turn in range(1, 41):  # the forecast becomes certain that the job returns after a second
         rig.ask(f"open{turn}", text(TOKENS, seed=1), params=said, salt="one")
         rig.now += 1.0
     rig.ask("open0", text(700, seed=2), params={**said, "job_id": "gone"}, salt="one")
@@ -121,7 +123,8 @@ def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig:
 
 
 def test_a_context_shared_by_ended_jobs_needs_no_space(make_rig: MakeRig) -> None:
-    """Clients that never use a job name twice leave many ended jobs with a common context."""
+    """A client that uses a new job name in every request leaves many jobs with a common context.
+    Once they are unlikely to return, hardly any space is reserved for them."""
     rig = served(make_rig)
     shared = text(TOKENS, seed=7)
     said = {"tool_name": "bash", "expected_tool_s": 1.0, "is_last_step": False}

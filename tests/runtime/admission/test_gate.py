@@ -1,4 +1,5 @@
-"""New jobs wait for space, and later turns wait for older jobs."""
+"""New jobs are held back until they fit next to the started jobs. Turns of started jobs are never
+held back for space."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def after_a_turn(make_rig: MakeRig, **settings: Any) -> Rig:
 
 
 def test_a_job_is_not_held_while_cpu_memory_can_hold_waiting_contexts(make_rig: MakeRig) -> None:
-    """40 slots hold two jobs of 19 blocks, and VRAM holds the third. 200 slots hold all jobs."""
+    """With 40 slots, CPU memory holds two jobs of 19 blocks and VRAM a third, so the fourth is held
+    back. 200 slots hold all four jobs."""
     for slots, waiting in ((40, ["d"]), (200, [])):
         rig = holding_rig(make_rig, in_job_order=True, cpu_gib=slots * 16 * 8 / 2**30)
         for name in "abcd":
@@ -112,7 +114,8 @@ def test_a_job_is_not_held_while_cpu_memory_can_hold_waiting_contexts(make_rig: 
 
 
 def test_vram_is_overcommitted_but_cpu_memory_is_not(make_rig: MakeRig) -> None:
-    """Four jobs of 19 blocks exceed 62 slots, but not 1.25 times as many."""
+    """Four jobs of 19 blocks do not fit into 62 slots, so the fourth is held back, although they
+    would fit into 1.25 times as many. With 80 slots it is admitted."""
     for slots, waiting in ((62, ["d"]), (80, [])):
         rig = holding_rig(make_rig, in_job_order=True, cpu_gib=slots * 16 * 8 / 2**30)
         rig.gate.overcommit.share = MOST
@@ -125,7 +128,8 @@ def test_vram_is_overcommitted_but_cpu_memory_is_not(make_rig: MakeRig) -> None:
 
 
 def test_a_job_waits_until_all_started_jobs_fit_somewhere(make_rig: MakeRig) -> None:
-    """Jobs that are away need no VRAM now, but VRAM and CPU memory together must hold all jobs."""
+    """Jobs between two turns need no VRAM now, but a new job is held back unless VRAM and CPU
+    memory together can hold the contexts of all jobs."""
     for slots, waiting in ((40, ["d"]), (120, [])):
         rig = holding_rig(
             make_rig, in_job_order=True, pin_fraction=0, cpu_gib=slots * 16 * 8 / 2**30
@@ -158,7 +162,9 @@ def held_behind_others(rig: Rig) -> list[str]:
 
 
 def test_a_job_is_admitted_if_displaced_contexts_are_recomputed_quickly(make_rig: MakeRig) -> None:
-    """Turns and their gaps take some seconds here, independently of the prefill time."""
+    """If prefills are slow, a new job is held back. If they take almost no time, it is admitted,
+    although contexts of other jobs may have to be recomputed. Turns and gaps take some seconds in
+    both cases."""
     for token_s, waiting in ((1e3, ["d"]), (1e-6, [])):
         rig = after_a_turn(make_rig)
         prefills_take(rig, token_s)
@@ -170,7 +176,8 @@ def test_a_job_is_admitted_if_displaced_contexts_are_recomputed_quickly(make_rig
 def test_a_job_is_admitted_if_displaced_contexts_are_on_ssd(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """A context on SSD is not recomputed, so the cost of recomputing does not matter."""
+    """Prefills are slow. Without SSD, a new job is held back. With SSD, it is admitted, because
+    displaced contexts are not recomputed."""
     ssd: dict[str, Any] = {"cpu_gib": 8 * 16 * 8 / 2**30, "ssd_path": str(tmp_path), "ssd_gib": 1.0}
     for tiers, waiting in (({}, ["d"]), (ssd, [])):
         rig = after_a_turn(make_rig, **tiers)
@@ -238,7 +245,8 @@ def test_vllm_s_own_queue_holds_eight_jobs(make_rig: MakeRig) -> None:
     for number in range(3 + 10):
         begin(rig, f"job{number}", seed=100 + number)
         rig.step()
-    # The job held back longest is admitted after the last query, and has no space yet.
+    # job11 was one too many, so job3 was admitted. It finds no blocks yet, so vLLM stops there and
+    # does not ask about job12.
     assert rig.held() == sorted(f"job{number}" for number in range(4, 12))
     rig.run()
     rig.check_clean()
@@ -308,7 +316,8 @@ def test_many_jobs_are_counted_over_several_queries(
 
 
 def test_one_step_admits_a_bounded_number_of_queued_requests(make_rig: MakeRig) -> None:
-    """vLLM looks up each request that is held back, and continues with the next one."""
+    """Under vLLM's own scheduler, older requests are admitted if too many newer ones are held back.
+    One step admits at most ``MOST_LET_IN`` requests in this way."""
     rig = holding_rig(make_rig, in_job_order=False)
     for name in "abc":
         begin(rig, name)

@@ -38,7 +38,7 @@ def test_finished_jobs_show_how_many_turns_jobs_have(rig: Rig) -> None:
 
 
 def test_an_aborted_job_shows_how_many_turns_jobs_have(rig: Rig) -> None:
-    """An aborted job counts as finished."""
+    """An aborted job counts as finished, so its number of turns is learned."""
     for number in range(4):
         turn(rig, number, 160 + 16 * number)
     rig.add("t4", text(240, seed=1), max_tokens=50, params={"job_id": "j"})
@@ -49,7 +49,8 @@ def test_an_aborted_job_shows_how_many_turns_jobs_have(rig: Rig) -> None:
 
 
 def test_contexts_grow_by_what_a_turn_adds_and_never_shrink(rig: Rig) -> None:
-    """A client that truncates its history does so once, and then continues as before."""
+    """A job's growth is the mean over all its turns, and a truncated history counts as no growth. A
+    client that truncates its history does so once, and then continues as before."""
     for number, (tokens, mean) in enumerate([(160, 0.0), (240, 5.0), (80, 2.5), (80, 5 / 3)]):
         turn(rig, number, tokens)
         ((_, member),) = jobs(rig).items()

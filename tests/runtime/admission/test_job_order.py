@@ -1,4 +1,5 @@
-"""The order in which requests are admitted and preempted, and what remains of vLLM's own order."""
+"""The order in which requests are admitted and preempted, and the cases in which vLLM's own order
+remains."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ def test_requests_are_admitted_in_the_order_of_their_jobs(make_rig: MakeRig) -> 
 def test_a_pin_outlasts_younger_jobs_while_a_request_runs(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
-    """The younger jobs would be the next to lose their KV to the returning job. vLLM's own
-    scheduler may queue the older job behind the younger one, so there pins are released for the
-    first request in the queue."""
+    """Under ``ContinuumScheduler``, requests of one job take the blocks of a younger job's pin, and
+    an older job's pin is kept. vLLM's own scheduler may queue an older job behind a younger one, so
+    there pins are released for the first request in the queue."""
     rig = make_rig(blocks=56, max_model_len=256, extra={"cpu_gib": 0.0}, in_job_order=in_job_order)
     for name in ("old", "middle", "young"):
         rig.ask(name, text(200, seed=len(name)), params={"job_id": name})
@@ -162,14 +163,15 @@ def test_a_scheduler_that_cannot_query_the_connector_continues_as_vllm_s_own(
 def test_without_progress_everything_held_is_released(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulates an unforeseen fault: jobs are held back although nothing runs."""
+    """The test simulates a fault: a job is held back although nothing runs. After a while without
+    progress, the watchdog releases all pins and admits the job."""
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "pinned", last=False)
     rig.run()
     monkeypatch.setattr(rig.gate, "holds", lambda turn, behind=False: turn.hold.new)
     monkeypatch.setattr(rig.gate, "lets_overdue_in", lambda turn: not turn.hold.new)
     begin(rig, "stuck")
-    for _ in range(10):  # an idle, paused engine that runs a step now and then
+    for _ in range(10):  # an idle engine that occasionally runs a step
         rig.step()
         rig.now += 5
     assert rig.held() == ["stuck"]
@@ -213,7 +215,8 @@ def test_urgent_requests_are_parked_before_others(make_rig: MakeRig) -> None:
 def test_vllm_shares_a_step_among_its_queued_requests(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parked requests get no part of the step, but all other requests are visible to vLLM."""
+    """While vLLM schedules a step, its request counts leave out parked requests, so that the step
+    is shared only among the other requests."""
     rig = holding_rig(make_rig, in_job_order=True)
     counts = []
     match = rig.half.match
@@ -241,7 +244,8 @@ def test_without_the_connector_it_is_vllm_s_scheduler(make_rig: MakeRig) -> None
 def test_the_scheduler_that_vllm_has_for_diffusion_models_is_not_replaced(
     make_rig: MakeRig, ahead: bool
 ) -> None:
-    """vLLM uses the scheduler class that --scheduler-cls names, and would not use its own."""
+    """vLLM has a scheduler of its own for diffusion models, but would use the class that
+    --scheduler-cls names instead. The start is therefore refused."""
     rig = make_rig(extra=None, ahead=ahead)
     rig.config.diffusion_config = object()
     with pytest.raises(UnsupportedError, match=r"separate scheduler: remove --scheduler-cls\.$"):

@@ -1,4 +1,5 @@
-"""Turns that end with a stop string, a disconnect, a short break, or never."""
+"""Turns that end with a stop string or a disconnect, turns that are retried, and turns whose end
+fails."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def cut_short(rig: Rig, name: str, *, stop: tuple[str, ...] = ()) -> None:
 
 
 def test_a_turn_aborted_by_a_stop_string_counts_as_finished(make_rig: MakeRig) -> None:
-    """vLLM's API server detects the stop string, and aborts the request in the engine."""
+    """vLLM's API server detects the stop string, and aborts the request in the engine. Such a turn
+    is pinned, unlike the turn of a client that disconnects."""
     rig = make_rig(extra={**VRAM_ONLY, "admission": "auto"})
     cut_short(rig, "stopped", stop=("Observation:",))
     cut_short(rig, "hung up")
@@ -44,7 +46,8 @@ def test_a_request_with_stop_strings_and_no_output_was_cancelled(make_rig: MakeR
 
 
 def test_a_job_that_retries_after_an_abort_is_not_new(make_rig: MakeRig) -> None:
-    """The client may abort and retry repeatedly in less than a minute."""
+    """If a client aborts a turn of a started job and sends it again, the retry is not held back,
+    although a new job is."""
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "patient", tokens=100, last=False)
     rig.run()
@@ -81,8 +84,8 @@ def test_aborted_jobs_are_eventually_forgotten(
 def test_turns_of_a_job_that_arrive_together_start_with_the_first(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of the turns is held back as a new job, and none frees the others' space when it
-    ends."""
+    """The second turn of a new job waits until the first one runs. It then precedes new jobs, and
+    aborting it does not free the space of the first."""
     rig = holding_rig(make_rig, in_job_order=True)
     for name in "ab":
         begin(rig, name)
@@ -104,8 +107,9 @@ def test_turns_of_a_job_that_arrive_together_start_with_the_first(
 
 
 def test_streamed_input_is_ignored(make_rig: MakeRig) -> None:
-    """When the next input chunk arrives, vLLM drops the last sampled token, and so changes hashes
-    that it has already reported."""
+    """Requests with streamed input are not saved and do not count as turns. When their next input
+    chunk arrives, vLLM drops the last sampled token, and so changes hashes that it has already
+    reported."""
     rig = make_rig()
     rig.add("stream", text(127, seed=1), max_tokens=1, params={"job_id": "j"}, resumable=True)
     for _ in range(5):

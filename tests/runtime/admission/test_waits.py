@@ -23,7 +23,7 @@ from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.rig import Rig
 
 LIMIT_S = 10.0
-"""Value of admission_max_wait_s."""
+"""Value of admission_max_wait_s, in seconds."""
 STEP_S = 0.05
 
 both_orders = pytest.mark.parametrize(
@@ -32,16 +32,16 @@ both_orders = pytest.mark.parametrize(
 
 
 def limited(make_rig: MakeRig, **options: Any) -> Rig:
-    """Create a rig with this admission limit, on which two requests may run unless stated
-    otherwise."""
+    """Create a rig with the admission limit ``LIMIT_S``. Two requests may run concurrently unless
+    stated otherwise."""
     extra = {"cpu_gib": 0.001, "admission": "auto", "admission_max_wait_s": LIMIT_S}
     extra |= options.pop("extra", {})
     return make_rig(**{"blocks": 64, "max_num_seqs": 2, **options}, extra=extra)
 
 
 def busy_jobs(rig: Rig, jobs: int, tokens: int = 20) -> Callable[[], None]:
-    """Return a function that runs one step. The jobs never end: each gets its next turn as soon as
-    its previous turn has finished."""
+    """Return a function that runs one step of an engine with jobs that never end: each job gets its
+    next turn as soon as its previous turn has finished."""
     contexts = {f"busy{i}": text(tokens, seed=i) for i in range(jobs)}
     turns = dict.fromkeys(contexts, 0)
 
@@ -52,7 +52,7 @@ def busy_jobs(rig: Rig, jobs: int, tokens: int = 20) -> Callable[[], None]:
                 name, params = f"{job}.{turns[job]}", {"job_id": job}
                 rig.add(name, contexts[job], max_tokens=4, params=params)
         rig.step()
-        rig.wait_for_worker()  # makes a copy take less than a step, also on a busy machine
+        rig.wait_for_worker()  # copies then take less than a step, even on a busy machine
         rig.now += STEP_S
 
     return step
@@ -95,7 +95,7 @@ def test_pins_of_jobs_that_never_end_give_way_to_an_overdue_request(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
     """VRAM is scarce, but more requests could run. In every turn, the older jobs' pins are worth
-    more than a younger job's wait."""
+    more than a younger job's wait. The younger job is still admitted soon after the limit."""
     rig = limited(
         make_rig,
         blocks=34,
@@ -171,8 +171,9 @@ def test_a_higher_priority_goes_before_an_overdue_request_and_an_equal_one_does_
 def test_an_overdue_request_waits_for_a_tier_only_a_little_longer(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """The SSD hangs, and recomputing the context is expensive. Without the limit, the request would
-    wait for the SSD while later arrivals are served."""
+    """The SSD hangs, and recomputing the context is expensive. Once the request is overdue, later
+    arrivals are no longer admitted before it, and after a short grace period its context is
+    recomputed."""
     limit_s = 5.0
     extra = {"admission": "off", "admission_max_wait_s": limit_s, **tiers(tmp_path)}
     rig = limited(make_rig, max_num_seqs=8, extra=extra)
@@ -226,8 +227,8 @@ def test_a_request_that_waits_for_its_grammar_keeps_no_other_waiting(make_rig: M
 def test_a_request_that_an_idle_engine_refuses_keeps_others_waiting_for_a_while_only(
     make_rig: MakeRig,
 ) -> None:
-    """vLLM refuses the request for a reason that this connector does not know, such as another
-    connector's."""
+    """vLLM does not admit the request, for a reason that this connector does not know. A later
+    request waits behind it for ``IDLE_STEPS`` steps, and is then admitted."""
     rig = limited(make_rig)
     match = rig.half.match
     rig.half.match = lambda name, found: (None, False) if name == "never" else match(name, found)
@@ -246,13 +247,14 @@ def test_a_request_that_an_idle_engine_refuses_keeps_others_waiting_for_a_while_
 
 
 def test_a_client_that_fills_the_pool_leaves_others_their_share(make_rig: MakeRig) -> None:
-    """More requests may run, but each needs a fifth of the pool."""
+    """One client always has twelve requests, each of which needs a fifth of the pool. Another
+    client's requests wait only briefly."""
     rig = limited(
         make_rig,
         blocks=64,
         max_num_seqs=64,
         in_job_order=True,
-        # No save holds blocks any longer than the request.
+        # Without CPU memory, no save holds blocks for longer than the request does.
         extra={"admission": "off", "cpu_gib": 0.0},
     )
     live, count = set[str](), 0

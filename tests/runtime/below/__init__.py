@@ -1,1 +1,1 @@
-"""Tiers below CPU memory, driven by the scheduler half."""
+"""Tests of the tiers below CPU memory, as the scheduler half uses them."""

@@ -54,7 +54,8 @@ def test_vram_is_free_on_an_idle_engine(rig: Rig) -> None:
 
 
 def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) -> None:
-    """The agent's context takes most of the pool."""
+    """The agent's context takes most of the pool, but nothing else needs VRAM, so its price is
+    0."""
     for admission in ("auto", "off"):
         rig = make_rig(blocks=41, max_model_len=512, extra={"admission": admission})
         rig.policy = asked = Asked()
@@ -79,7 +80,8 @@ def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
 
 
 def test_vram_is_reserved_for_the_oldest_jobs_first(make_rig: MakeRig) -> None:
-    """A pin of the oldest job costs nothing, however many jobs started after it."""
+    """A pin of the oldest job costs nothing, however many jobs started after it. Pins of younger
+    jobs cost more."""
     extra = {"cpu_gib": 0.0, "admission": "auto"}
     rig = make_rig(blocks=64, max_model_len=512, extra=extra)
     names = ("first", "second", "third", "fourth")
@@ -130,8 +132,8 @@ def test_only_turns_whose_kv_left_vram_measure_the_queue(rig: Rig) -> None:
 def test_if_cpu_memory_evicts_contexts_a_pin_saves_a_prefill(
     make_rig: MakeRig,
 ) -> None:
-    """Two contexts alternate. CPU memory can hold one of them, and VRAM none in addition to the
-    other requests."""
+    """Two contexts alternate. CPU memory has space for only one of them, and other requests evict
+    both from VRAM. Without a pin, a context is then usually recomputed."""
     rig = make_rig(blocks=128, extra={"cpu_gib": 24 * 16 * 8 / 2**30})
     prices = rig.gaps.costs
     assert prices.survival.share == 1.0
@@ -156,7 +158,8 @@ def test_if_cpu_memory_keeps_contexts_a_pin_saves_a_copy(rig: Rig) -> None:
 
 
 def test_a_client_that_rewrites_its_history_lost_nothing(make_rig: MakeRig) -> None:
-    """The prompt shares only a part of the job's context, and all tokens of that part are found."""
+    """Each prompt shares only a part of the job's previous context. All tokens of that part are
+    found, so nothing counts as lost."""
     rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
     overcommit = rig.gate.overcommit
     head = text(256, seed=1)
@@ -198,7 +201,8 @@ def test_a_context_lost_from_cpu_memory_admits_fewer_jobs(make_rig: MakeRig) -> 
 
 
 def test_recomputing_delays_every_request_and_a_copy_delays_none(rig: Rig) -> None:
-    """With 8 running requests, the delay depends on what happens to KV without a pin."""
+    """Eight requests run. A recomputation delays all of them, and a copy only the request that
+    needs it. The expected delay is weighted by the seconds that each takes."""
     prices = rig.gaps.costs
     rig.gaps.prefills.fit.observe(0, 320, 10.0)
     rig.turns.running = 8
@@ -238,7 +242,8 @@ def test_copies_are_timed_and_finished() -> None:
 
 
 def test_a_slow_machine_is_measured_by_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where bf16 is emulated, one large product takes seconds, which would delay the startup."""
+    """The matrices grow until the measurement has taken long enough. Where bf16 is emulated, one
+    large product takes seconds, which would delay the startup."""
     monkeypatch.setattr(speed_probe, "MATMUL_S", 0.03)
     for flops in (3e8, 7e10, 1e13, 1e15):
         sizes: list[int] = []

@@ -37,7 +37,8 @@ def of_child(name: str = "child", **more: Any) -> dict[str, Any]:
 
 
 class WaitsForChildren(ByTool):
-    """While children run, the context waits on SSD. Once they have finished, it is pinned."""
+    """A policy that keeps a job's context on SSD while the job's children run, and pins it once
+    they have finished."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         tool = turn.tool
@@ -66,7 +67,8 @@ def parent_waits(rig: Rig) -> None:
 
 
 def asked_tools(rig: Rig, job: JobKey = PARENT) -> list[tuple[str, ...]]:
-    """Return the tool of each decision on the job's gap, in order; skips those without one."""
+    """Return the tool path of each decision about the job, in order. Decisions without a known tool
+    are left out."""
     asked = [end.tool for end, _ in policy(rig).asked if end.job == job]
     return [tool.path for tool in asked if tool is not None]
 
@@ -85,7 +87,7 @@ def test_a_finished_child_brings_its_parent_back(rig: Rig) -> None:
     parent_waits(rig)
     rig.ask("c1", text(60, seed=5), params=of_child())
     rig.run()
-    rig.index.clear()  # as if CPU memory had been full meanwhile
+    rig.index.clear()  # as if other pages had filled CPU memory in the meantime
     rig.fill()
     reader(rig).says("c1", NO_TOOL)
     rig.now += 40.0
@@ -185,7 +187,8 @@ def test_children_of_a_parent_are_bounded(rig: Rig) -> None:
 
 
 def test_a_child_of_a_job_that_has_started_is_not_held_back(make_rig: MakeRig) -> None:
-    """If the child were held back, the parent would keep its space while it waits for the child."""
+    """A child of a started job is admitted while an unrelated new job is held back. If the child
+    were held back, the parent would keep its space while it waits for the child."""
     rig = holding_rig(make_rig, in_job_order=True)
     for name in ("parent", "b", "c"):
         begin(rig, name, last=False)
@@ -198,8 +201,8 @@ def test_a_child_of_a_job_that_has_started_is_not_held_back(make_rig: MakeRig) -
 
 
 def test_siblings_that_start_together_are_served_from_one_prefill(make_rig: MakeRig) -> None:
-    """vLLM finds the blocks of a running request in its prefix cache as soon as they are
-    scheduled."""
+    """vLLM finds the blocks of a running request in its prefix cache as soon as they are scheduled,
+    so the common start of three children is computed only once."""
     rig = make_rig(blocks=200, max_batched_tokens=64)
     shared = text(256, seed=4)
     for n in range(3):

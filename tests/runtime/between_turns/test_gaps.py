@@ -166,7 +166,8 @@ def test_a_client_without_hints_is_recognized_by_its_prompts(rig: Rig) -> None:
 
 
 def test_a_continued_response_is_the_next_turn_whatever_its_prompt_is(rig: Rig) -> None:
-    """A server may rebuild the prompt without the reasoning in the last answer."""
+    """A request that continues a response belongs to that response's job, even if its prompt starts
+    differently: a server may rebuild the prompt without the reasoning in the last answer."""
     rig.ask("resp_1-aaaaaaaa", CONTEXT)
     after = {"client": {"follows": "resp_1"}}
     rig.ask("resp_2-bbbbbbbb", text(50, seed=2) + CONTEXT, params=after)

@@ -24,7 +24,7 @@ def make(make_rig: MakeRig, **settings: Any) -> Rig:
 
 
 def comes_back(rig: Rig, gap_s: float) -> None:
-    """Let the job's next turn arrive after other requests have filled VRAM."""
+    """Run a turn of the job, wait, fill VRAM with other requests, and run the job's next turn."""
     rig.ask("t1", CONTEXT, params=JOB)
     rig.now += gap_s
     rig.step()
@@ -67,7 +67,8 @@ def test_saved_pages_that_are_missing_count_as_a_loss(
 @pytest.mark.parametrize(("gone", "lost"), [(0, False), (1, False), (2, True)])
 def test_one_missing_block_is_not_a_loss(make_rig: MakeRig, gone: int, lost: bool) -> None:
     """The context has 16 blocks that are known to agree with the prompt. One block fewer may be
-    found, because the block of the last token need not be cached."""
+    found, because the block of the last token need not be cached. Two blocks fewer count as a
+    loss."""
     rig = make(make_rig)
     rig.policy = FixedPin(PIN_S)
     prompt = text(256, seed=1)
@@ -106,8 +107,9 @@ def test_a_pin_over_budget_is_counted(make_rig: MakeRig) -> None:
 def test_jobs_that_ended_without_notice_give_their_space_to_jobs_that_return(
     make_rig: MakeRig,
 ) -> None:
-    """VRAM has space for one context, and CPU memory for five. Three jobs at a time take four turns
-    each, and are not heard of again."""
+    """VRAM has space for one context, and CPU memory for five. Groups of three jobs run four turns
+    each, and then stay silent. In every group, each later turn finds its job's whole context in CPU
+    memory."""
     cpu_gib = 5 * 28 * 16 * CELL / 2**30
     rig = make_rig(blocks=34, max_model_len=512, extra={"cpu_gib": cpu_gib, "policy": "occupancy"})
     found = list[float]()

@@ -111,7 +111,7 @@ def test_pages_of_a_job_without_a_forecast_belong_to_no_job() -> None:
 
 
 def test_a_wait_for_no_page_changes_no_order() -> None:
-    """None of the turn's pages were saved, so the eviction order keeps those of the previous
+    """None of the second turn's pages was saved, so the eviction order keeps the pages of the first
     turn."""
     waiting = Waiting(Forecasts(SOON, SOON))
     waiting.ends(1, pages=PAGES)

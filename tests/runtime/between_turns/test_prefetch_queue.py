@@ -50,7 +50,8 @@ def long_gone(rig: Rig) -> None:
 
 @pytest.mark.parametrize("began_later", [0.0, 900.0, -1e6])
 def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig, began_later: float) -> None:
-    """The worker's clock may have another origin."""
+    """The context is promoted from SSD shortly before the job is expected back, and not earlier.
+    This works even if the worker's clock has another origin than the scheduler's."""
     rig.worker_ahead_s = -began_later
     long_gone(rig)
     rig.now += 59.0

@@ -104,7 +104,8 @@ def test_the_time_that_a_restore_takes_is_not_that_of_the_prefill_behind_it(
 def test_a_restored_preempted_request_is_not_a_prefill(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, mode: RestoreMode
 ) -> None:
-    """The request already has output, so its prefill would seem to take no time."""
+    """A preempted request already has output, so its second prefill would seem to take no time.
+    Only the first prefill of each request is timed."""
     rig = make_rig(blocks=30, max_model_len=400)
     rig.pages.restores.policy = AlwaysRestore(mode)
     seen: list[int] = []

@@ -12,8 +12,8 @@ from tiered_kv.testing.vllm.rig import Rig
 
 
 def test_pins_do_not_count_as_demand(make_rig: MakeRig) -> None:
-    """Pins are released on demand, so space is scarce only because of running or waiting
-    requests."""
+    """Two pins hold half of VRAM, but VRAM still costs nothing. Pins are released on demand, so
+    only running and waiting requests make space scarce."""
     rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0.0})
     rig.policy = FixedPin(3600.0)
     for job in ("a", "b"):

@@ -24,8 +24,9 @@ FORECAST = Forecast(np.minimum(GRID / 100, 1.0))
 
 
 class ByTool(StatelessPolicy):
-    """FAST tools pin for 30 s, LONG tools wait on SSD and return after a minute, and others wait in
-    CPU memory. Unread tool calls count as FAST."""
+    """A policy that pins KV for 30 s after FAST tools, keeps it on SSD after LONG tools, which
+    return after a minute, and keeps it in CPU memory after others. Unread tool calls count as
+    FAST."""
 
     reads_tools = True
 
@@ -48,7 +49,8 @@ class ByTool(StatelessPolicy):
 
 
 class Reader:
-    """Returns tool calls that the test chooses, at the time that the test chooses."""
+    """A tool reader that returns the tool calls that a test specifies, when the test specifies
+    them."""
 
     def __init__(self) -> None:
         self.asked: dict[str, list[int]] = {}
@@ -103,7 +105,7 @@ def pinned(rig: Rig) -> int:
 
 
 def traced(rig: Rig) -> dict[str, TurnRecord]:
-    """Close the engine, and return its trace by request."""
+    """Close the engine, and return the turn records of its trace, by request id."""
     rig.close()
     assert rig.options.extra is not None
     reader = TraceReader(Path(rig.options.extra["trace"]))

@@ -21,7 +21,7 @@ MODELS: dict[str, tuple[GroupSpec, ...]] = {
     "full and a window of larger blocks": (FULL, GroupSpec(KvKind.WINDOW, 32, 70)),
     "full of larger blocks and a window": (GroupSpec(KvKind.FULL, 32), WINDOW),
 }
-"""Groups of each model, by a name for the test id."""
+"""The KV groups of each model, by the name that appears in test ids."""
 JOB = {"job_id": "job"}
 PROMPT = text(150, seed=1)
 ANSWER = 21

@@ -44,7 +44,8 @@ def ask_next(rig: Rig, prompt: list[int]) -> tuple[int, int]:
 
 
 def forget_behind(rig: Rig, prompt: list[int], tokens: int, groups: Collection[int]) -> None:
-    """Evict the blocks of some of vLLM's groups after the first ``tokens`` tokens of a prompt."""
+    """Evict the blocks that follow the first ``tokens`` tokens of a prompt from VRAM, in some of
+    vLLM's groups."""
     request = rig.make_request("hashes", prompt)
     unit = rig.half.facts.hash_tokens
     for block_hash in request.block_hashes[tokens // unit :]:
@@ -77,7 +78,8 @@ def test_a_context_whose_start_another_request_left_in_vram(
 def test_a_context_whose_end_has_left_vram(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool, lost: str
 ) -> None:
-    """Attention blocks may reach further in VRAM than states do. vLLM then uses the shorter hit."""
+    """VRAM has no KV, or no states, after the first 64 tokens of the context. Attention blocks may
+    reach further, but vLLM then uses the shorter hit. The rest is restored from CPU memory."""
     rig = make(make_rig, groups, ahead=ahead, retention=None)
     rig.ask("before", PROMPT[:70])  # vLLM keeps a state at the end of each prompt
     answer = rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)

@@ -54,11 +54,11 @@ def ask(rig: Rig, name: str, prompt: Sequence[int], tokens: int) -> list[int]:
         rig.wait_for_worker()
         rig.now += (
             0.001 if rig.scheduler.running else 1e-5
-        )  # computing takes time, waiting hardly any
+        )  # a step that computes takes 1 ms, a step that waits almost nothing
         if not rig.scheduler.has_requests():
             if not rig.orders_under_way:
                 break
-            time.sleep(0.002)  # writes leave bandwidth for other transfers
+            time.sleep(0.002)  # writes are slow, because they leave bandwidth for other transfers
     else:
         raise AssertionError("orders are under way for ever")
     assert rig.outputs[name] == expected(prompt, tokens)
@@ -106,8 +106,8 @@ def test_jobs_that_alternate_between_engines_get_the_same_answers(
 def test_a_store_without_windows_and_states_costs_little_time(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], servers: list[ValkeyServer]
 ) -> None:
-    """Pages of one group are useless without the other groups' pages, except at chunk
-    boundaries."""
+    """The store has only the pages of the full attention group. They are useless without the other
+    groups' pages, except at chunk boundaries, so none are read beyond the last such boundary."""
     first = open_engine(make_rig, groups, servers)
     answer = ask(first, "t1", PROMPT, ANSWER)
     fingerprints = [

@@ -35,7 +35,9 @@ def take_all_but(rig: Rig, free: int) -> list[Any]:
 def test_pins_are_released_for_a_restored_turn_with_states(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], free: int
 ) -> None:
-    """A restored state remains next to the state that is computed from it."""
+    """With few free blocks, the pin of another job is released for a restored turn. The turn may
+    need more blocks than its context has, because a restored state remains next to the state that
+    is computed from it."""
     rig = make_rig(groups=groups, blocks=120, extra={"cpu_gib": 0.01})
     answer = rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
     forget_vram(rig)
@@ -77,8 +79,9 @@ def test_pins_are_released_for_a_turn_with_states_in_vram(
 
 @pytest.mark.parametrize("other", [WINDOW, CHUNK, STATE], ids=lambda group: group.kind.value)
 def test_a_pin_does_not_block_a_long_prompt_forever(make_rig: MakeRig, other: GroupSpec) -> None:
-    """vLLM allocates more blocks than a window or chunk finally keeps, because the tokens computed
-    in one step need additional ones. The clock stands still, so that no pin expires."""
+    """A long prompt is computed although another job's pin occupies VRAM. vLLM allocates more
+    blocks for it than a window or chunk finally keeps, because the tokens computed in one step need
+    additional ones. The clock stands still, so that the pin does not expire."""
     rig = make_rig(groups=(FULL, other))
     rig.ask("pinned", text(200, seed=1), params=JOB)
     prompt = text(504, seed=9)
@@ -91,7 +94,8 @@ SMALL_WINDOW = GroupSpec(KvKind.WINDOW, 16, 32)
 
 @pytest.mark.parametrize("seed", range(60, 76))
 def test_restored_turns_do_not_wait_for_each_others_blocks(make_rig: MakeRig, seed: int) -> None:
-    """Six agents and five window groups share a pool that has space for two contexts."""
+    """Six agents share a pool that has space for two contexts of a model with five window groups.
+    All agents finish their turns."""
     rng = random.Random(seed)
     rig = make_rig(
         groups=(FULL, *[SMALL_WINDOW] * 5),

@@ -36,8 +36,8 @@ def returning(rig: Rig) -> list[int]:
 def test_a_group_that_does_not_arrive_is_recomputed_with_all_others(
     make_rig: MakeRig, groups: Sequence[GroupSpec], ahead: bool, which: int
 ) -> None:
-    """With several groups, vLLM accepts no report of single failed blocks, so the request starts
-    from scratch."""
+    """With several groups, vLLM accepts no report of single failed blocks, so the whole request is
+    recomputed."""
     rig = make_rig(groups=groups, blocks=200, extra={"cpu_gib": 0.01}, ahead=ahead)
     faulty = rig.inject(FaultyTransfer)
     prompt = returning(rig)
@@ -139,8 +139,8 @@ def test_contexts_are_promoted_from_ssd_also_after_a_restart(
 
 @ahead
 def test_a_failed_restore_does_not_block_later_requests(make_rig: MakeRig, ahead: bool) -> None:
-    """vLLM keeps the failed request before requests that hold blocks, and reserves space for it
-    again."""
+    """After a failed restore, vLLM queues the request before requests that already hold blocks, and
+    reserves space for it again. Both requests still finish."""
     rig = make_rig(groups=MODELS["window"], blocks=16, extra={"cpu_gib": 0.01}, ahead=ahead)
     faulty = rig.inject(FaultyTransfer)
     prompt = returning(rig)
@@ -160,8 +160,9 @@ def test_a_failed_restore_does_not_block_later_requests(make_rig: MakeRig, ahead
 
 
 def test_other_restores_wait_for_a_request_whose_restore_failed(make_rig: MakeRig) -> None:
-    """vLLM reserves space for the failed request until it fits, and admits no other restore into
-    that space. A request in front of it without enough space would block it forever."""
+    """vLLM reserves space for a request whose restore failed until the request fits, and lets no
+    other restore use that space. Another request in front of it would block it forever, so the
+    other request is held back."""
     rig = make_rig(groups=MODELS["full and window"], blocks=40, extra={"cpu_gib": 0.01})
     other = text(150, seed=9)
     rig.ask("t0", other)

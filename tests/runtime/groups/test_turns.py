@@ -36,8 +36,9 @@ def last_tokens(rig: Rig) -> int:
 def test_a_finished_answer_is_restored_up_to_its_last_token(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool, retention: int | None
 ) -> None:
-    """vLLM alone caches no windows and states of an answer. With async scheduling, a turn that ends
-    with a stop token has another step in flight, which advances the state in place."""
+    """Windows and states of an answer, which vLLM alone would not cache, are restored too. With
+    async scheduling, a turn that ends with a stop token has another step in flight, which advances
+    the state in place."""
     rig = make(make_rig, groups, ahead=ahead, retention=retention)
     stop = expected(PROMPT, ANSWER)[-1]
     answer = rig.ask("t1", PROMPT, max_tokens=60, stop_ids=[stop], params=JOB)
@@ -85,7 +86,8 @@ def test_several_turns_in_a_row_are_restored(
 def test_a_prompt_without_the_answer_hits_up_to_the_last_prompts_end(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...]
 ) -> None:
-    """Some chat templates remove the model's reasoning from earlier answers."""
+    """Some chat templates remove the model's reasoning from earlier answers. The next prompt then
+    shares only the earlier prompt with the context, and that part is restored."""
     rig = make(make_rig, groups)
     rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
     forget_vram(rig)
@@ -101,8 +103,9 @@ def test_a_prompt_without_the_answer_hits_up_to_the_last_prompts_end(
 def test_an_answer_cut_by_a_stop_string_hits_up_to_the_prompts_end(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool
 ) -> None:
-    """vLLM's API server detects stop strings, and aborts the request, which has generated further
-    tokens."""
+    """vLLM's API server detects a stop string and aborts the request, which has already generated
+    further tokens. The next prompt contains only the start of the answer, and at least the earlier
+    prompt is restored."""
     rig = make(make_rig, groups, ahead=ahead)
     rig.add("t1", PROMPT, max_tokens=60, params=JOB, stop=["stop"])
     while len(rig.outputs["t1"]) < ANSWER:
@@ -123,8 +126,9 @@ def test_an_answer_cut_by_a_stop_string_hits_up_to_the_prompts_end(
 def test_a_pinned_context_stays_in_vram_while_rivals_fill_it(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool
 ) -> None:
-    """The window and the state at the prompt's end leave the block table while the model answers,
-    so they are held from the end of the prompt."""
+    """A pinned context is found in VRAM after many other requests. The window and the state at the
+    prompt's end leave the block table while the model answers, so they are held from the end of the
+    prompt."""
     rig = make(make_rig, groups, ahead=ahead, blocks=140, extra={"cpu_gib": 0})
     answer = rig.ask("t1", PROMPT, max_tokens=60, params=JOB)
     assert len(rig.pins) == 1

@@ -1,5 +1,5 @@
-"""Agents under memory pressure, identical on every engine: jobs of several turns with tool calls in
-between."""
+"""Agents that play the same jobs on every engine, under memory pressure: jobs of several turns,
+with tool calls in between."""
 
 from __future__ import annotations
 

@@ -157,7 +157,8 @@ def test_vllm_schedules_as_without_connector(tmp_path: Path, seeds: range) -> No
     def play(folder: Path, seed: int) -> None:
         rng = random.Random(seed)
         options = some_options(rng, rng.choice(GROUPS), extra=settings(rng, 16 * CELL, folder))
-        # Then vLLM frees blocks later with any connector.
+        # With several groups or async scheduling, vLLM frees blocks later if there is any
+        # connector.
         by_any = bool(options.groups) or options.ahead
         company = with_idle_connector if by_any else options.configure
         stock = replace(options, extra=None, in_job_order=False, configure=company)

@@ -1,5 +1,5 @@
-"""A worker that moves no bytes reports each order after its simulated transfer time, and its stores
-contain the written pages."""
+"""A virtual worker moves no bytes. It reports each order after the time that the transfer would
+take, and its stores know which pages were written."""
 
 from __future__ import annotations
 

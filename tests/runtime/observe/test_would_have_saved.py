@@ -68,8 +68,8 @@ def test_cpu_memory_for_all_jobs(seed: int) -> None:
 
 
 def pinned_beside_rivals(one: SecondRig) -> int:
-    """Let a job's context wait in VRAM while others use the rest of it. Returns the prompt tokens
-    that the next turn finds."""
+    """Run a turn whose context is pinned, fill the rest of VRAM with other requests, and run the
+    job's next turn. Returns the number of prompt tokens that it finds."""
     one.policy = FixedPin(ttl_s=60.0)
     context = text(240, seed=1)
     one.ask("first", context, params={"job_id": "a"})
@@ -136,7 +136,7 @@ def test_pages_promoted_for_turns_count_as_used(tmp_path: Path) -> None:
     on_disk = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 1, "codec": "raw"}
     with rig("observe", 90, admission="off", **on_disk) as observed:
         play(observed, script(1))
-        for _ in range(2):  # the last reports are still in flight
+        for _ in range(2):  # the last reports may still be in flight
             observed.now += 1.0
             observed.ask(f"last{observed.now}", text(40, seed=3))
         used = observed.index.promoted.used

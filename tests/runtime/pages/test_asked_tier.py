@@ -45,7 +45,7 @@ def shared(path: Path, **more: Any) -> dict[str, Any]:
 
 
 def ask(rig: Rig, name: str) -> None:
-    """Request the context, which another engine computed, and wait for every order."""
+    """Send the context as a prompt, wait for every order, and check the answer."""
     rig.add(name, CONTEXT)
     while rig.scheduler.has_requests():
         rig.step()
@@ -100,7 +100,8 @@ def test_a_hint_promotes_pages_that_another_engine_wrote(
 def test_a_lookup_within_a_context_names_the_runs_that_the_pages_were_written_with(
     make_rig: MakeRig, tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run begins at every 128th page of the context, also if CPU memory has the first 141."""
+    """Pages are written in runs, which begin at every 128th page of the context. CPU memory has the
+    first 141 pages. The lookup of the others names the same runs."""
     prompt = text(4_300, seed=9)
     rig = make_rig(extra=shared(tmp_path, cpu_gib=400 * 16 * CELL / 2**30), max_model_len=6_000,
                    blocks=800, max_batched_tokens=6_000)  # fmt: skip
@@ -156,7 +157,8 @@ def test_pages_that_turn_out_lost_or_bad_are_computed(
 
 
 def test_missing_answers_delay_no_request(make_rig: MakeRig, tmp_path: Path, place: Place) -> None:
-    """The place hangs. A turn waits briefly and then computes. Later turns do not query it."""
+    """The store hangs. A turn waits briefly for its answer, and then computes its prompt. Later
+    turns do not reserve slots for promotions from it."""
     write(make_rig, tmp_path)
     rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
     rig.add("again", CONTEXT)

@@ -201,7 +201,8 @@ def test_a_request_aborted_during_its_restore_leaves_nothing(rig: Rig, held: Hel
 
 @pytest.mark.parametrize("start", [start_packing, start_restore])
 def test_an_engine_that_closes_finishes_pending_work(rig: Rig, held: Held, start: Any) -> None:
-    """The fixture that detects leaked threads finds none."""
+    """An engine is closed while pages are being compressed or restored. The fixture that detects
+    leaked threads finds none."""
     start(rig, held)
     held.while_it_waits(rig.close)
     assert rig.worker_half.compressor is None

@@ -36,7 +36,8 @@ def rig(make_rig: MakeRig) -> Rig:
 
 
 def test_a_request_that_joined_a_failed_restore_leaves_no_bad_block(rig: Rig) -> None:
-    """Two requests of one step share the blocks, and are aborted before they compute them."""
+    """Two requests of one step share restored blocks, one of which is bad, and are aborted before
+    they recompute it. The next request finds only the blocks before the bad one."""
     longer = PROMPT + text(100, seed=2)
     rig.add("restores", PROMPT)
     rig.add("joins", longer)
@@ -62,7 +63,8 @@ def test_a_request_with_a_bad_block_is_not_saved(rig: Rig) -> None:
 
 
 def test_requests_that_only_ran_alongside_are_saved_in_the_next_step(rig: Rig) -> None:
-    """Blocks that the workers refused are offered again."""
+    """In the step of a failed restore, the workers refuse to save blocks of any request. The blocks
+    of a request that shares no bad block are offered again in the next step."""
     rig.add("restores", PROMPT)
     rig.add("beside", text(200, seed=2), max_tokens=40)
     refused = rig.step().kv_connector_metadata.orders.saves
@@ -100,8 +102,9 @@ class Touched(Restores):
 
 
 def test_requests_without_blocks_or_being_loaded_are_ignored() -> None:
-    """Requests that have no blocks, or are being loaded, do not affect the result for the
-    others."""
+    """Block 7 is bad. The request that holds it is no longer saved, and a request without bad
+    blocks is saved again from the start. Requests that have no blocks yet, or are being restored,
+    are ignored."""
     forgot = []
 
     def turn(name: str, *, admitted: bool = True, loading: bool = False) -> Any:

@@ -1,4 +1,5 @@
-"""The longest prefix with available pages, compared with a search through all lengths."""
+"""``HitFinder`` finds the longest prefix whose pages are available. The tests compare it with a
+search through all lengths."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ def test_an_abort_or_reset_meanwhile_leaves_nothing(rig: Rig, end: str) -> None:
 
 
 def test_a_preempted_turn_counts_only_pages_that_arrived_again(rig: Rig) -> None:
-    """At its first admission, VRAM had half of the prompt. After its preemption, VRAM has
-    nothing."""
+    """At the turn's first admission, VRAM had half of its prompt. After its preemption, VRAM has
+    nothing. Another request then finds only the pages that have been restored again."""
     half = LONG[:160]
     rig.add("half", half, max_tokens=40)
     while not rig.outputs["half"]:

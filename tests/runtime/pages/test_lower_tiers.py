@@ -80,8 +80,8 @@ def test_pages_in_vram_are_not_read_from_ssd(rig: Rig) -> None:
 def test_the_contents_are_reported_before_the_first_query(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """vLLM exports gauges only during steps, so an engine runs one step right after it has
-    started."""
+    """vLLM exports gauges only during steps, so an engine runs one step right after its start to
+    report what SSD contains."""
     first = make_rig(extra=tiers(tmp_path, slots=200))
     first.ask("first", CONTEXT)
     first.close()
@@ -203,8 +203,8 @@ def test_a_long_context_is_promoted_over_several_steps(
 def test_no_more_pages_wait_for_a_disk_that_hangs_than_cpu_memory_holds(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """A hanging call reports no failure, so the tier is not paused. Once it returns, the pages that
-    are still in CPU memory are written."""
+    """A write that hangs reports no failure, so the tier is not paused. Once it returns, the
+    waiting pages that are still in CPU memory are written."""
     rig = make_rig(extra=tiers(tmp_path, slots=40))
     rig.policy = Always(Decision(Tier.STORE))
     answers, target = threading.Event(), store(rig)
@@ -274,7 +274,8 @@ def test_counts_of_a_store_are_reported_once_despite_resets(
 
 
 def test_a_generation_ends_with_its_engine(make_rig: MakeRig, tmp_path: Path) -> None:
-    """Another engine with the same number of resets may have different weights."""
+    """Pages written after a reset are deleted when the engine stops. Another engine with the same
+    number of resets may have different weights."""
     first = make_rig(extra=tiers(tmp_path))
     first.ask("first", CONTEXT)
     assert first.scheduler.reset_prefix_cache()
@@ -285,8 +286,8 @@ def test_a_generation_ends_with_its_engine(make_rig: MakeRig, tmp_path: Path) ->
 
 
 def test_a_turn_is_demoted_although_its_last_save_was_doubtful(rig: Rig) -> None:
-    """Another request's restore fails as the turn ends: the save just ordered is dropped, and not
-    awaited."""
+    """Another request's restore fails when the turn ends, so the save that was just ordered is
+    dropped. The turn's other pages are demoted without it."""
     rig.policy = Always(Decision(Tier.STORE))
     rig.add("first", CONTEXT, params={"job_id": "j"})
     while "first" not in rig.finished:
@@ -305,7 +306,7 @@ def test_a_turn_that_ends_with_a_whole_page_is_demoted_completely(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     """When the turn ends, no page is left to save, but the pages of its last step are still being
-    saved."""
+    saved. These pages are demoted too."""
     rig = make_rig(extra=tiers(tmp_path), max_batched_tokens=2048)
     rig.policy = Always(Decision(Tier.STORE))
     rig.add("first", CONTEXT, 1, params={"job_id": "j"})
@@ -315,7 +316,8 @@ def test_a_turn_that_ends_with_a_whole_page_is_demoted_completely(
 
 
 def test_segments_are_deleted_and_used_pages_survive(make_rig: MakeRig, tmp_path: Path) -> None:
-    """The SSD has space for a few hundred pages, and thousands are written."""
+    """Many more pages are written than the SSD can hold. Old segments are deleted, and the pages of
+    a context that is used again and again are kept."""
     rig = make_rig(extra=tiers(tmp_path, ssd_gib=0.004))
     for turn in range(12):
         assert rig.ask(f"hot-{turn}", CONTEXT) == expected(CONTEXT, 4)

@@ -122,7 +122,8 @@ def test_a_reset_meanwhile_ends_the_restore(rig: Rig) -> None:
 
 
 def test_saving_a_page_that_ssd_has_evicts_no_other(rig: Rig) -> None:
-    """VRAM has the page again, computed or restored. Its copy on SSD is enough."""
+    """A turn fills pages in VRAM that SSD already has. They are not saved to CPU memory, where they
+    would evict other pages."""
     rig.ask("one more", text(100, seed=4))
     rig.wait_for_worker()
     rig.step()

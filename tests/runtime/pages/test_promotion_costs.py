@@ -1,4 +1,5 @@
-"""A promotion is made only if it is faster than recomputing."""
+"""A promotion is made unless it is slower than recomputing, and no turn waits longer for it than
+recomputing would take."""
 
 from __future__ import annotations
 

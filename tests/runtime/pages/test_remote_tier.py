@@ -134,7 +134,7 @@ def test_a_turn_that_ends_with_a_whole_page_is_written_to_its_end(
     make_rig: MakeRig, server: ValkeyServer
 ) -> None:
     """When the turn ends, no page is left to save, but the pages of its last step are still being
-    saved."""
+    saved. These pages are written to the store too."""
     rig = make_rig(extra=remote(server, slots=128), max_batched_tokens=2048)
     prompts = {name: text(320, seed=at) for at, name in enumerate(("one", "two"))}
     for name, prompt in prompts.items():
@@ -234,7 +234,8 @@ def test_a_stopped_store_delays_no_request(make_rig: MakeRig, server: ValkeyServ
 def test_the_wait_for_an_answer_depends_on_the_whole_prompt(
     make_rig: MakeRig, server: ValkeyServer
 ) -> None:
-    """Without the answer for the first pages, all other pages would be recomputed too."""
+    """The store does not answer for the first pages of a long prompt. The turn waits in proportion
+    to the whole prompt, because without these pages all others would be recomputed too."""
     rig = make_rig(extra=remote(server), max_batched_tokens=2048, max_model_len=2048, blocks=200)
     prompt = text(100 * 16, seed=7)
     rig.gaps.prefills.fit.observe(0, len(prompt), 160.0)
@@ -242,7 +243,8 @@ def test_the_wait_for_an_answer_depends_on_the_whole_prompt(
     try:
         rig.add("long", prompt)
         rig.step()
-        # More than the limit for the first 64 pages, less than the limit for all 100.
+        # This is longer than the limit for the first 64 pages, but shorter than the limit for all
+        # 100.
         rig.now += 6.0
         rig.step()
         assert not rig.outputs["long"]
@@ -294,7 +296,8 @@ def test_a_store_that_is_killed_and_restarted_is_used_again(
     turn = 0
     while not pages_in(server):
         assert time.monotonic() < until
-        # Advances the pauses of the servers, which are not all paused at the same time.
+        # Time must pass, because servers are paused after failures, and not all pauses end
+        # together.
         rig.now += 1.0
         turn += 1
         ask(rig, f"turn {turn}", [*CONTEXT, *text(16 * (turn % 8), seed=turn)], job_id="job")

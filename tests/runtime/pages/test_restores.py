@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("mode", list(RestoreMode))
 
 
 def evicted(rig: Rig, prompt: list[int]) -> None:
-    """Put the prompt's KV into CPU memory only."""
+    """Compute a prompt, and evict its KV from VRAM, so that only CPU memory has it."""
     assert rig.ask("first", prompt) == expected(prompt, 4)
     rig.fill()
 
@@ -58,7 +58,8 @@ def test_a_few_tokens_without_a_job_take_no_slot(make_rig: MakeRig) -> None:
 def test_a_request_aborted_before_its_restore_failure_is_known_harms_no_other(
     make_rig: MakeRig, length: int
 ) -> None:
-    """vLLM aborts requests after the forward pass, but before it handles the workers' reports."""
+    """vLLM may abort a request after the forward pass in which its restore failed, but before it
+    handles the workers' reports. Later requests with the same prompt are answered correctly."""
     rig = make_rig()
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)
@@ -127,7 +128,8 @@ def test_a_full_cpu_tier_evicts_the_oldest_context_from_its_end(make_rig: MakeRi
 
 
 def test_a_failure_reported_before_drops_no_further_save(make_rig: MakeRig) -> None:
-    """Workers list all failures so far in every report. Only a new failure makes saves doubtful."""
+    """Every report of a worker contains the number of its failures so far. Only a new failure makes
+    saves doubtful, so only then are unsent saves dropped."""
     rig = make_rig()
     rig.add("t1", text(200, seed=46))
     while "t1" not in rig.finished:
@@ -150,7 +152,8 @@ def test_a_failure_reported_before_drops_no_further_save(make_rig: MakeRig) -> N
 def test_many_concurrent_returns_start_their_restores_over_a_few_steps(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that restores nothing does not wait for the restores."""
+    """Six contexts return in the same step. Two of their restores start in each step, and a prompt
+    that restores nothing does not wait for them."""
     monkeypatch.setattr("tiered_kv.connectors.runtime.pages.restores.PAGES_A_STEP", 8)
     rig = make_rig(blocks=200, extra={"cpu_gib": 0.001})
     prompts = {f"r{i}": text(80, seed=i) for i in range(6)}

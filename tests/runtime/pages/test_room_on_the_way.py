@@ -66,7 +66,8 @@ def test_pages_are_demoted_once_half_the_slots_are_taken(
 
 
 def test_a_busy_engine_promotes_a_context_when_it_is_due(make_rig: MakeRig, tmp_path: Path) -> None:
-    """The engine is never idle, and no prefetch was ordered."""
+    """On an engine that is never idle, a context on SSD is promoted when its job is expected back,
+    a minute after its turn, and not before."""
     rig = waiting_rig(make_rig, tmp_path)
     rig.add("busy", text(20, seed=9), max_tokens=400)
     rig.add("t1", CONTEXT, params=JOB)

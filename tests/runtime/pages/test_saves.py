@@ -1,4 +1,5 @@
-"""Decoding requests are examined for blocks to save only when some may be full."""
+"""Decoding requests are examined for full blocks only when there may be some, and several blocks
+are saved by one order."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from tiered_kv.testing.checked_kv import text
     ids=["of short blocks", "that do not divide it", "of long blocks"],
 )
 def test_a_few_blocks_are_saved_together(make_rig: MakeRig, block_size: int, stride: int) -> None:
-    """The blocks of 256 tokens are saved together, or one block if it is longer. A request is not
-    examined before they may be full."""
+    """While a request decodes, the full blocks of up to 256 tokens are saved together, or one block
+    if it is longer than that. The request is not examined before these blocks may be full."""
     rig = make_rig(blocks=40 * 16 // block_size + 8, block_size=block_size, max_model_len=2048)
     prompt = 3 * block_size // 2
     rig.add("long", text(prompt, seed=1), max_tokens=2 * stride + 100)

@@ -30,8 +30,9 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 
 def test_a_save_abandoned_in_flight_is_not_flushed(make_rig: MakeRig, tmp_path: Path) -> None:
-    """A hook fails while a copy is slow. Its blocks are freed and overwritten by another request,
-    and the copy then succeeds with the wrong bytes in its slots."""
+    """A hook fails while a copy is slow. The copy's blocks are freed and overwritten by another
+    request, and the copy then succeeds with the wrong bytes in its slots. These slots are not
+    written to SSD when the engine closes."""
     first = make_rig(extra=tiers(tmp_path, slots=400), max_batched_tokens=512)
     backend = first.inject(FaultyTransfer)
     backend.hold(Direction.SAVE)
@@ -78,7 +79,8 @@ def test_a_store_smaller_than_the_look_ahead_is_not_written_forever(
 
 
 def test_ranks_agree_on_the_surviving_pages() -> None:
-    """Two ranks propose the same pages, one after the other. Some of the pages were used."""
+    """Two ranks propose to delete segments with the same pages, one after the other. The pages that
+    were used survive on both ranks."""
     pages = TierIndex()
     reclaims = Reclaims(pages, 2, lambda _: 0.0, lambda: 0.0)
     keys = tuple(PageKey(bytes([n]) * 48) for n in range(20))
@@ -153,7 +155,8 @@ def test_a_disk_that_cannot_be_measured_is_still_used(
 
 
 def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
-    """A refused promotion measures nothing, so the estimated bandwidth recovers by itself."""
+    """After a slow read, promotions seem slower than computing and are refused. A refused promotion
+    measures nothing, so the estimated bandwidth recovers by itself."""
     rig.ask("first", CONTEXT)
     push_out(rig)
     rig.gaps.prefills.fit.observe(0, 1000, 1e-3)

@@ -1,5 +1,5 @@
-"""Contexts are promoted from SSD in the order in which turns are admitted, as CPU memory has
-space."""
+"""Contexts are promoted from SSD in the order in which their turns are admitted, as far as CPU
+memory has space."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_a_turn_waits_for_the_slots_of_another_rather_than_compute(
 def test_turns_compute_pages_that_take_longer_than_computing(
     rig: Rig, reads: threading.Event
 ) -> None:
-    """One turn waits for its pages and the other for slots, and both then compute. The second
-    turn's pages are ordered only once it waits for the first turn's blocks."""
+    """The SSD does not answer. One turn waits for its pages and another for slots in CPU memory.
+    After the time that computing takes, both compute their prompts."""
     rig.gaps.prefills.fit.observe(0, 1000, 1.0)
     rig.add("a", CONTEXT)
     rig.add("b", OTHER)
@@ -106,7 +106,7 @@ def test_turns_compute_pages_that_take_longer_than_computing(
 
 
 def wait_for_vram(rig: Rig) -> None:
-    """Let a turn wait until another one frees blocks."""
+    """Run a request that occupies most of VRAM, and add a turn that must wait for its blocks."""
     rig.add("busy", text(400, seed=3), max_tokens=60)
     while not rig.outputs["busy"]:
         rig.step()
@@ -116,8 +116,8 @@ def wait_for_vram(rig: Rig) -> None:
 def test_pages_are_promoted_while_their_turn_waits_for_vram(
     rig: Rig, reads: threading.Event
 ) -> None:
-    """The turn loses no time by waiting, so it waits as long as necessary, and no request overtakes
-    it."""
+    """While the turn waits for VRAM, waiting for its pages costs no time. It therefore waits as
+    long as necessary, and no later request overtakes it."""
     wait_for_vram(rig)
     rig.add("small", text(5, seed=4))
     rig.step()
@@ -159,7 +159,8 @@ def test_a_wait_does_not_count_while_another_request_has_the_space(
 def test_pages_promoted_for_a_turn_are_not_evicted_before_it_uses_them(
     rig: Rig, reads: threading.Event
 ) -> None:
-    """While the turn waits, more pages are saved than CPU memory holds."""
+    """While the turn waits, more pages are saved than CPU memory can hold. The pages promoted for
+    the turn stay."""
     wait_for_vram(rig)
     rig.step()
     reads.set()
@@ -181,7 +182,9 @@ def test_pages_promoted_for_a_turn_are_not_evicted_before_it_uses_them(
 def test_a_copy_of_vrams_pages_is_evicted_first_if_a_lower_tier_has_them(
     make_rig: MakeRig, tmp_path: Path, with_ssd: bool
 ) -> None:
-    """Without a lower tier, the copy is all that remains of a context after VRAM evicts it."""
+    """VRAM and CPU memory both have the pages of a running job. If SSD has them too, the CPU copy
+    is evicted before the pages of a waiting job. Otherwise it is evicted later, because it is all
+    that remains once VRAM evicts the context."""
     below = tiers(tmp_path, slots=200)
     rig = make_rig(extra=below if with_ssd else {"cpu_gib": below["cpu_gib"]}, blocks=80)
     rig.policy = Always(Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 1.0, len(GRID)))))

@@ -12,7 +12,7 @@ NAMES = [bytes([n]) for n in range(8)]
 
 
 class Clock:
-    """A clock that stands still until a test moves it."""
+    """A clock that advances only when a test changes it."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""Pins: counted and limited references on VRAM blocks, which are always released."""
+"""Pins are references on VRAM blocks. They are counted, limited in number, and always released."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Engine:
     def finish_pinned(self, job: JobKey, blocks: list[Block], deadline: float = 2.0,
                       born: float = 0.0, saves_s: float = 0.0,
                       earns: float = math.inf) -> int:  # fmt: skip
-        """End a turn as vLLM does: call our hook first, then release vLLM's references."""
+        """End a turn as vLLM does: call the connector's hook first, then release vLLM's
+        references."""
         pinned = self.pins.pin(job, blocks, deadline, born, held(saves_s, earns))
         self.pool.release(reversed(blocks))
         return pinned
@@ -58,8 +59,8 @@ class Engine:
 
 
 def test_released_blocks_are_reused_last_and_the_first_ones_last_of_all() -> None:
-    """In this order, the blocks of an expired pin stay in the prefix cache for as long as
-    possible."""
+    """The blocks of a released pin become free in reverse order, behind all other free blocks. In
+    this order, they stay in the prefix cache for as long as possible."""
     engine = Engine()
     blocks = engine.ran(3)
     engine.finish_pinned(A, blocks)

@@ -27,8 +27,8 @@ def used_blocks(rig: Rig) -> int:
 
 
 def test_a_context_of_most_of_the_pool_is_pinned_whole(make_rig: MakeRig) -> None:
-    """On small GPUs one job's context fills half of VRAM, and is the most expensive to
-    recompute."""
+    """On a small GPU, one job's context may fill most of VRAM, and is the most expensive one to
+    recompute. It is pinned as a whole, and other requests do not evict it."""
     rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY)
     context = text(800, seed=1)
     rig.ask("long", context, params=turn("job"))
@@ -54,8 +54,8 @@ def test_a_job_that_returns_with_another_text_does_not_wait_for_its_own_pin(
 
 
 def test_no_request_waits_for_a_pin_while_only_a_preempted_turn_runs(make_rig: MakeRig) -> None:
-    """The preempted turn has no blocks to free, and vLLM may not reach it before the waiting
-    request."""
+    """A preempted turn has no blocks to free, and vLLM may not reach it before the waiting request.
+    A pin is therefore released for the waiting request."""
     rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY, in_job_order=True)
     rig.ask("old", text(800, seed=1), params=turn("job"))
     rig.turns.running += 1  # simulates a preempted turn
@@ -88,8 +88,9 @@ def test_pins_over_the_whole_pool_are_released_for_a_new_request(
 def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
     make_rig: MakeRig, mode: RestoreMode
 ) -> None:
-    """vLLM may defer a request with a hit for reasons of its own. A lack of blocks is possible only
-    with an async restore, which leaves the blocks that prefills in progress still need."""
+    """vLLM may leave a request waiting for reasons of its own. Pins are released only if it may
+    lack blocks. This is possible with an async restore, because that must leave the blocks that
+    prefills in progress still need."""
     rig = make_rig(extra=VRAM_ONLY)
     rig.ask("r1", text(150, seed=1), params=turn("job"))
     rig.add("waits", text(100, seed=2))
@@ -102,7 +103,8 @@ def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
 
 
 def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None:
-    """After an async restore, vLLM calls no hook before it allocates."""
+    """After an async restore, vLLM calls no hook before it allocates further blocks for the
+    request. Pins that hold these blocks are still released."""
     rig = make_rig(blocks=64, max_model_len=512)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     prompt = text(300, seed=1)

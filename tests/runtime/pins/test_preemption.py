@@ -1,5 +1,5 @@
-"""Preemptions while other requests' blocks are being saved: no more than with stock vLLM, which
-frees a victim's blocks immediately."""
+"""Preemptions of requests whose blocks are being saved: no more requests are preempted together
+than with stock vLLM, which frees a victim's blocks immediately."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_no_more_requests_are_preempted_together_than_by_stock_vllm(
 
 
 def test_a_request_waits_at_most_a_second_for_saves_that_never_end(make_rig: MakeRig) -> None:
-    """A dead worker reports nothing. Then other requests are preempted, and all continue."""
+    """A worker does not report its saves, so the blocks of preempted requests do not become free.
+    After a second, more requests are preempted. All finish once the worker reports again."""
     rig = make_rig(blocks=64, max_model_len=1024, max_batched_tokens=2048)
     stuck = rig.inject(lambda backend: Later(backend, float("inf")))
     asked = old_and_young(rig, young=8)

@@ -1,1 +1,1 @@
-"""Snapshots of jobs in an engine."""
+"""Tests of job snapshots in an engine."""

@@ -194,7 +194,8 @@ def test_forks_of_a_model_with_states_wait_for_a_turn_end(make: MakeOne) -> None
 
 
 def test_a_turn_whose_block_has_left_the_window_is_not_captured(make: MakeOne) -> None:
-    """vLLM's block table has a placeholder where the block was."""
+    """A block of the running turn has left the window, so vLLM's block table has a placeholder in
+    its place. A snapshot of the turn is refused."""
     rig = make()
     rig.add("t1", PROMPT, max_tokens=60, params=JOB)
     while len(rig.outputs["t1"]) < 5:

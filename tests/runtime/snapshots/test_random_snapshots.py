@@ -49,10 +49,10 @@ INJECTED = "The operation failed: see the engine's log."
 
 
 class Naming:
-    """Makes the naming of contexts slow, or makes it fail.
+    """Delays the computation of contexts' page keys, or makes it fail.
 
     Attributes:
-        goes_on: naming waits while this event is not set.
+        goes_on: the computation waits while this event is not set.
         failing: number of the next calls that fail.
         failed: number of calls that failed.
     """
@@ -243,7 +243,7 @@ def play_script(folder: Path, seed: int, naming: Naming) -> Mapping[str, int]:
         for _ in range(rng.randrange(15, 50)):
             rng.choice(players).act()
         if rng.random() < 0.1:
-            return {}  # ends with operations in progress
+            return {}  # the engines are closed with operations in progress
         counts = Counter[str]()
         for one in players:
             one.finish()
@@ -254,8 +254,8 @@ def play_script(folder: Path, seed: int, naming: Naming) -> Mapping[str, int]:
 
 
 def go_on_elsewhere(players: Sequence[Player], rng: random.Random) -> None:
-    """Restore remaining snapshots and continue a job from each, which verifies the snapshots'
-    bytes."""
+    """Restore some of the snapshots, and continue a job from each. The rig then checks the restored
+    KV."""
     there = rng.choice(players)
     left = sorted(name for one in players for name in one.names)
     for name in rng.sample(left, min(2, len(left))):

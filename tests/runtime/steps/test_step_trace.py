@@ -125,9 +125,9 @@ def test_a_step_that_cannot_be_traced_changes_nothing(
     assert len([one for one in caplog.records if "tracing a step failed" in one.message]) == 1
 
 
-def test_a_step_takes_no_longer_with_more_jobs_and_pages(make_rig: MakeRig, tmp_path: Path) -> None:
-    """The test counts work instead of time: a step examines no job, page, block or decoding
-    request."""
+def test_tracing_a_step_examines_no_decoding_request(make_rig: MakeRig, tmp_path: Path) -> None:
+    """Tracing a step examines only requests that are still in their prefill. None is left once all
+    requests generate their answers."""
     rig = make_rig(**options(tmp_path), max_num_seqs=32)
     for n in range(20):
         rig.add(f"r{n}", text(20, seed=n), max_tokens=12, params={"job_id": f"j{n}"})

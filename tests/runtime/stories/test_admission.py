@@ -1,4 +1,4 @@
-"""New jobs wait for space in the engine's own queue."""
+"""New jobs that do not fit are held back in the engine's own queue."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_a_five_turn_job_holds_its_blocks_and_releases_them_at_the_end(
         context += rig.ask(f"t{i}", context, params=turn("job", last=i == 5)) + text(30, seed=i)
         after = used_blocks(rig)
         rig.now += 1.0
-        # A step, in which hooks run during the gap.
+        # Run a step, so that the hooks run during the gap.
         rig.ask(f"tick{i}", text(1, seed=100 + i), max_tokens=1)
         assert used_blocks(rig) == after, "a pin holds still through its gap"
         held.append(after)

@@ -16,7 +16,7 @@ BOTH = pytest.mark.parametrize("mode", list(RestoreMode))
 
 
 def evicted(rig: EngineRig, prompt: list[int]) -> None:
-    """Put the prompt's KV into CPU memory only."""
+    """Compute a prompt, and evict its KV from VRAM, so that only CPU memory has it."""
     assert rig.ask("first", prompt) == expected(prompt, 4)
     rig.fill()
 
@@ -208,7 +208,8 @@ def test_a_turn_whose_async_restore_failed_is_saved_like_any_other(
 
 
 def test_a_silently_wrong_page_is_detected(make_engine: MakeEngine) -> None:
-    """Without this test, the other tests could pass with wrong KV."""
+    """The rig detects a restored page with wrong bytes. If it did not, the other tests could pass
+    with wrong KV."""
     rig = make_engine()
     faulty = rig.inject(FaultyTransfer)
     prompt = text(300, seed=13)

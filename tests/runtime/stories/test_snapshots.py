@@ -362,7 +362,8 @@ def test_an_engine_without_a_folder_names_the_setting(make_engine: MakeEngine) -
 
 @pytest.mark.parametrize("at", range(1, 9))
 def test_an_abort_during_a_capture_leaves_it_complete(engine: Any, at: int) -> None:
-    """In each run, the turn is aborted at a different step of its capture."""
+    """In each run, the turn is aborted at a different step of its capture. The snapshot can still
+    be restored."""
     rig = engine()
     rig.add("turn 1", PROMPT, max_tokens=40, params=JOB)
     until_answering(rig, "turn 1", 2)
@@ -396,7 +397,7 @@ GATES = {
     "opening the snapshot": (ContextNames, "name"),
     "reading pages": (Snapshot, "read_page"),
 }
-"""The call that an operation waits for, by its description in the operation's status."""
+"""The method call that an operation waits for, by its description in the operation's status."""
 
 
 COPIED = "copying pages to CPU memory"
@@ -421,7 +422,7 @@ class Gate:
 
 
 def until_waiting(rig: EngineRig, begun: dict[str, Any], doing: str, gate: Gate) -> None:
-    """Step until an operation waits at the gate and reports that it is ``doing`` this."""
+    """Step until an operation waits at the gate and reports ``doing`` as what it does."""
     for _ in range(600):
         reached = gate.reached.wait(0.05)
         said = ask(rig, "operation", engine=0, id=begun["operation"])
@@ -634,7 +635,7 @@ def test_a_capture_next_to_held_pages_reports_that_there_is_no_space(engine: Any
     rig.ask("other", text(200, seed=3), max_tokens=4, params={"job_id": "other"})
     rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
     until_answering(rig, "turn 1", 5)
-    with HeldPages(rig.index) as held:  # as if by another operation
+    with HeldPages(rig.index) as held:  # as another operation would hold them
         held.hold(list(rig.index.least_valuable(14)))
 
         assert "TIERED_KV_CPU_GIB" in why(rig, take(rig, "agent", "midway", exact=True))
@@ -688,7 +689,8 @@ def until_named_twice(rig: EngineRig, begun: dict[str, Any], gate: Gate) -> None
 
 
 def lose_a_page(rig: EngineRig) -> None:
-    """Restore the same text, with a failure for one page, which the index then forgets."""
+    """Let another request restore the same text, and make the restore of one page fail, so that the
+    index forgets that page."""
     forget_vram(rig)
     rig.inject(FaultyTransfer).fail_next(Direction.LOAD, {2})
     rig.add("other", PROMPT, max_tokens=4)
@@ -822,7 +824,7 @@ def test_a_capture_releases_its_blocks_when_the_engine_needs_all(
     rig.step()
     assert rig.free_blocks < rig.free_at_start
 
-    rig.half.release_all()  # as after a hook that failed
+    rig.half.release_all()  # as the engine does after a hook has failed
 
     assert rig.free_blocks == rig.free_at_start
     gate.goes_on.set()

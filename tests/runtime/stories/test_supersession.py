@@ -1,5 +1,5 @@
-"""A prompt that leaves out an earlier context of its job supersedes it, once a second turn
-continues from there."""
+"""A prompt that leaves out the end of its job's earlier context supersedes that context, once a
+second turn continues from the new prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAITS = Forecast(np.minimum(GRID / 100, 1.0))
 
 @dataclass
 class Client:
-    """A client of one agent. Every turn is answered correctly.
+    """A client of one agent. It checks every answer.
 
     Attributes:
         params: the agent's ids.
@@ -123,7 +123,7 @@ def test_a_retry_is_no_second_turn(client: Client) -> None:
     assert client.superseded() >= before - client.live
 
 
-def test_who_goes_back_gives_up_the_branch_that_it_leaves(client: Client) -> None:
+def test_going_back_supersedes_the_branch_that_is_left(client: Client) -> None:
     context = conversation(client)
     left, early = client.live, context[: len(SYSTEM) + 60]
     client.turn([*early, *said(5)])
@@ -139,7 +139,7 @@ def test_who_goes_back_gives_up_the_branch_that_it_leaves(client: Client) -> Non
     assert not client.superseded() & client.live, "the pages are of use after all"
 
 
-def test_who_sends_an_earlier_prompt_again_may_still_go_back(client: Client) -> None:
+def test_after_an_earlier_prompt_is_repeated_the_longer_branch_is_kept(client: Client) -> None:
     first = [*SYSTEM, *said(0)]
     context = client.turn([*client.turn(first), *said(1)])
     left = client.live
@@ -174,7 +174,8 @@ def test_a_compaction_between_side_requests_is_found(client: Client) -> None:
 
 
 def test_several_answers_to_one_prompt_may_all_go_on(client: Client) -> None:
-    """Examples are n > 1, and concurrent requests of one client."""
+    """Several answers to the same prompt may all be continued, for example with ``n > 1`` or after
+    concurrent requests. None of their contexts is superseded."""
     start = conversation(client)
     one, other = client.ask([*start, *said(2)], [*start, *said(3)])
     for number in range(4, 8):
@@ -220,7 +221,8 @@ def test_a_superseded_page_that_is_used_is_like_any_other(client: Client) -> Non
 def test_ten_compactions_leave_little_more_than_the_live_context(
     make_engine: MakeEngine, tmp_path: Path, ssd: bool
 ) -> None:
-    """The tiers are too small for all jobs."""
+    """A client replaces its job's history ten times, while other jobs fill the tiers. Hardly any
+    pages of its earlier contexts are left."""
     extra = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.002} if ssd else {}
     rig = make(
         make_engine, 96, codec="raw", **extra

@@ -39,7 +39,8 @@ def rig(make_engine: MakeEngine, tmp_path: Path) -> EngineRig:
 
 
 def push_out(rig: EngineRig) -> None:
-    """Fill all of VRAM and CPU memory with other contexts, no faster than a disk can follow."""
+    """Replace everything in VRAM and CPU memory with other contexts, and wait for the disk in every
+    step."""
     for i in range(8):
         name = f"rival-{rig.steps}"
         rig.add(name, text(300, seed=rig.steps * 100 + i))
@@ -67,7 +68,7 @@ def test_a_restarted_engine_serves_the_earlier_contexts(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     """The first engine demotes no page while it runs, because CPU memory is large enough. It writes
-    them when it is closed."""
+    its pages when it is closed."""
     extra = settings(make_engine, tmp_path, 200)
     first = make_engine(extra=extra)
     first.ask("first", CONTEXT)
@@ -139,8 +140,8 @@ def test_a_cache_reset_invalidates_pages_on_disk(rig: EngineRig) -> None:
 def test_a_context_that_suddenly_is_worth_least_reaches_ssd_before_it_is_evicted(
     rig: EngineRig,
 ) -> None:
-    """The job ends, so its pages are evicted next, before the engine looks again for pages to
-    demote."""
+    """When a job ends, its pages become the next to be evicted, before the engine has searched
+    again for pages to demote. Eviction spares them until they are on SSD."""
     push_out(rig)
     rig.policy = Always(Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 1.0, len(GRID)))))
     rig.ask("first", CONTEXT[:190], params={"job_id": "first"})

@@ -168,7 +168,8 @@ def test_a_held_back_job_reports_its_state(make_rig: MakeRig) -> None:
 
 
 def test_jobs_with_the_same_name_are_distinguished_by_their_salts(rig: Rig) -> None:
-    """The salts themselves are clients' secrets."""
+    """Jobs with the same name have different numbers. The view says whether a job has a salt, but
+    never shows the salt, which is a client's secret."""
     for salt in ("secret-a", "secret-b", None):
         rig.ask(f"t {salt}", CONTEXT, params=JOB, salt=salt)
     found = JobView(rig.half).named("j", 10)

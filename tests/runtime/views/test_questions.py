@@ -35,7 +35,8 @@ def test_each_question_has_its_answer(rig: Rig) -> None:
 
 
 def test_a_list_continues_from_engine_to_engine(rig: Rig) -> None:
-    """This engine is the first. The jobs of the second engine follow its own."""
+    """A list of jobs continues from the first engine to the second. This engine is the first, so it
+    returns no jobs once the list has reached the second."""
     assert len(answer(rig.half, {"ask": "jobs", "limit": 9, "after": [0, 0]})["jobs"]) == 4
     assert answer(rig.half, {"ask": "jobs", "limit": 9, "after": [1, 0]})["jobs"] == []
 

@@ -94,7 +94,7 @@ def test_pins_are_counted_by_how_they_ended(rig: Rig) -> None:
 
 
 def test_a_gap_is_measured_by_its_forecast(rig: Rig, told: dict[str, Any]) -> None:
-    """The forecast is uniform over a hundred seconds."""
+    """The forecast is uniform over a hundred seconds, so a gap of 25 seconds is half the median."""
     rig.ask("t1", CONTEXT, params=JOB)
     read(rig, "t1", FAST)
     rig.now += 25.0

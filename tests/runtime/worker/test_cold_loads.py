@@ -1,4 +1,5 @@
-"""A restore of resident and compressed pages is one copy, on the compressor's threads."""
+"""A restore of uncompressed and compressed pages is reported as one copy, and runs on the
+compressor's threads."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def test_a_damaged_page_fails_alone(rank: Rank) -> None:
 
 @pytest.mark.parametrize("part", range(3))
 def test_pages_of_a_copy_that_failed_fail_alone(rank: Rank, part: int) -> None:
-    """The resident pages are copied first, then the compressed ones, two at a time."""
+    """The uncompressed pages are copied first, then the compressed ones, two at a time. If one of
+    these copies fails for one page, only that page fails."""
     rank.pack([3, 4, 5, 6])
     for _ in range(part):
         rank.copies.fail_next(Direction.LOAD, ())

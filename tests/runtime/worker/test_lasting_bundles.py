@@ -1,7 +1,8 @@
 """Compressed pages in a memory file: which pages the next engine finds, for every moment at which
 an engine can be killed.
 
-To "kill" an engine, a test copies its memory file, because a killed process leaves the same bytes.
+To simulate a killed engine, a test copies the memory file while the engine has it open, because a
+killed process leaves the same bytes.
 """
 
 from __future__ import annotations
@@ -253,7 +254,8 @@ def test_unreadable_bundles_are_ignored(
 def test_no_wrong_page_is_found_whenever_the_engine_is_killed(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory file is copied before each written header, and before each write to a slot."""
+    """The memory file is copied before each header is written and before each slot is reused. An
+    engine that starts with one of these copies finds only right pages."""
     copies, invalidate = list[Path](), SlotTable.invalidate
 
     def look() -> None:

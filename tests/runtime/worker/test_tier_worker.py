@@ -159,7 +159,8 @@ def test_pages_in_the_tier_are_not_written_again(worker: Worker) -> None:
 
 
 def test_a_promoted_page_is_not_flushed_from_its_bundle(worker: Worker) -> None:
-    """The page is in the lower tier already, or was dropped from it since."""
+    """A promoted page is compressed together with a saved one. It is not written at the end,
+    because the lower tier has it already or has dropped it since."""
     worker.save({1: 3})
     worker.overwrite(4)
     worker.slots[4, : FORMAT.page_bytes] = page(key(2))
@@ -177,8 +178,8 @@ def test_saves_invalidated_before_they_end_are_not_flushed(worker: Worker) -> No
 
 
 def test_slots_of_another_group_are_not_flushed_under_our_keys(worker: Worker) -> None:
-    """Groups share the pool, so a bundle of another group may use the slots of an earlier
-    bundle."""
+    """Groups share the pool, so a bundle of another group may use the slots of an earlier bundle.
+    Its bytes are not written under the earlier keys."""
     pages = {1: 0, 2: 1, 4: 2, 5: 3}
     worker.save(pages)
     worker.pack(pages)

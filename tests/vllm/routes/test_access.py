@@ -108,7 +108,8 @@ def sent(token: bytes) -> Headers:
     ["geheim ü", "voilà", "čaj", "x\u00e0", "ends in Å", "naïve…", "\u00a0", "a\u0085", "x\u3000"],
 )
 def test_every_token_that_can_be_set_can_be_used(token: str) -> None:
-    """The last byte in UTF-8 may be A0 or 85, which are spaces in Latin-1."""
+    """A token may contain any characters. Its last byte in UTF-8 may be A0 or 85, which are spaces
+    in Latin-1 and must not be stripped."""
     rule = access({ADMIN_TOKEN: token}, host="0.0.0.0")
     rule.check(sent(token.encode()))
     assert refused(rule, dict(sent(token.encode()[:-1]))) == 401

@@ -123,7 +123,8 @@ def test_an_engine_that_has_lost_its_scheduler_answers_with_a_value() -> None:
 
 
 def test_names_that_are_not_valid_unicode_are_returned_unchanged(make_rig: MakeRig) -> None:
-    """vLLM's output thread would stop at a string that cannot be encoded."""
+    """A job name with half of a surrogate pair reaches the client unchanged. vLLM's output thread
+    would stop at such a string, because it cannot be encoded."""
     rig = make_rig()
     name = "a/b\n\x00 \ud800 ü 🎉 </script>"
     rig.ask("t1", text(50, seed=1), params={"job_id": name})
@@ -136,7 +137,8 @@ def test_names_that_are_not_valid_unicode_are_returned_unchanged(make_rig: MakeR
 def test_every_client_of_vllm_reaches_every_engine(
     make_rig: MakeRig, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client sends its own messages. Only the sockets are replaced."""
+    """Each of vLLM's clients builds its real messages; only its sockets are replaced. Both engines
+    receive the question and answer it."""
     cores = {b"\x00\x00": core_of(make_rig()), b"\x01\x00": core_of(make_rig())}
     client: Any = object.__new__(kind)
     client.core_engines, client.client_index = list(cores), 0

@@ -92,7 +92,8 @@ def test_a_page_of_jobs_covers_all_engines(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_long_page_is_requested_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine returns at most 100 jobs between two steps."""
+    """An engine returns at most 100 jobs per call, so a longer page of the list takes several
+    calls."""
 
     class Engine(FakeCore):
         async def call_utility_all_async(self, method: str, question: dict[str, Any]) -> list[str]:
@@ -158,7 +159,7 @@ def test_invalid_queries_are_refused(monkeypatch: pytest.MonkeyPatch, path: str)
 def test_other_methods_are_refused(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     core = FakeCore({"engine": 0})
     _, ask = serve(monkeypatch, core)
-    job = ("/tiered_kv/jobs/j",) if method != "DELETE" else ()  # which releases it
+    job = ("/tiered_kv/jobs/j",) if method != "DELETE" else ()  # DELETE releases a job
     for path in ("/tiered_kv/status", "/tiered_kv/jobs", *job):
         assert ask(path, method, content=b"x" * 1000).status_code == 405
     assert not core.asked

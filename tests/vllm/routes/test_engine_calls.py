@@ -41,7 +41,8 @@ def test_engines_without_the_connector_report_it() -> None:
 
 
 def test_an_engine_without_the_method_is_called_once() -> None:
-    """The engine would log each call with a traceback."""
+    """An engine without the method would log each call with a traceback, so it is not called a
+    second time."""
     core = FakeCore(
         Exception(f"Call to {METHOD} method failed: 'EngineCoreProc' has no attribute '{METHOD}'")
     )

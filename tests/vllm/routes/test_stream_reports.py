@@ -1,5 +1,5 @@
-"""Reports in streamed answers: they are in the last event, which is not delayed, and nowhere
-else."""
+"""In a streamed answer, the connector's report is in the event with the finish reason and nowhere
+else. No event is delayed."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ def test_messages_have_the_report_in_the_event_with_the_stop_reason() -> None:
 
 
 def test_text_that_looks_like_a_finish_reason_is_ignored() -> None:
-    """The last tokens may come before the chunk with the finish reason."""
+    """Only the chunk with the finish reason gets the report, even if the text of the answer looks
+    like a finish reason. The report may be known before that chunk."""
     events = [chunk(TRAP), chunk(TRAP, "stop"), "data: [DONE]\n\n"]
     got, _ = answer(CHAT, events, [SAID["kv_transfer_params"]])
     assert got[0] == events[0]
@@ -355,7 +356,8 @@ def reported(events: Sequence[str]) -> list[Any]:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])
 def test_vllm_s_own_events_have_the_report_once(path: str) -> None:
-    """Since 0.33 vLLM itself adds the report, except to messages."""
+    """An answer has the report exactly once. Since 0.33, vLLM itself adds it, except to answers of
+    the Messages API."""
     params = SAID["kv_transfer_params"]
     events = vllm_events(path, params)
     by_itself = reported(events)
