@@ -1,8 +1,8 @@
 """Random scripts: requests of clients, faults and resets, drawn from a seed.
 
-A test marked ``@pytest.mark.scripts(150, nightly=10_000)`` takes the fixture ``seeds``. It runs 150
-seeds by default, in batches, and 10,000 with ``-m nightly``. ``--scripts N --first-seed S`` runs N
-seeds from S instead.
+A test marked ``@pytest.mark.scripts(150, nightly=10_000)`` takes the argument ``seeds``. By default,
+it runs 150 seeds in batches. With ``-m nightly``, it runs 10,000 seeds, and with
+``--scripts N --first-seed S`` the N seeds from S on.
 
 Each kind of script has an engine and a ``Script``: the actions of its clients, with weights. In
 each step, the engine's fake model checks that it reads the right KV, and the rig checks that
@@ -129,7 +129,7 @@ class Script:
     Attributes:
         steps: possible numbers of engine steps before an action.
         passes: possible numbers of seconds by which the clock advances before an action.
-        left: the context that a job last left, by the job's number.
+        left: the context that each job last replaced, by the job's number.
         sent: requests by ID.
         faulty: the worker's transfers, in which faults can be injected; None without any.
     """
@@ -172,8 +172,8 @@ class Script:
     # -- actions ---------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Send a turn of a random job with its whole context or the start of it. The context may
-        grow."""
+        """Send a turn of a random job, with the whole context or only the start of it. In some
+        cases, the context then grows by the answer and new text."""
         rng, job = self.rng, self.rng.randrange(len(self.contexts))
         context = self.contexts[job]
         prompt = context[: rng.randrange(1, len(context) + 1)] if rng.random() < 0.4 else context
@@ -247,8 +247,8 @@ class Script:
         return False
 
     def hint(self) -> None:
-        """Carry out random hints on the KV of jobs and contexts, in some cases by a live
-        request."""
+        """Carry out random hints about the KV of jobs and contexts, in some cases on behalf of a
+        live request."""
         rng = self.rng
         hints = [self.some_hint() for _ in range(rng.choice([1, 3]))]
         live = rng.choice([*self.sent, "nobody"][-8:])
@@ -293,7 +293,7 @@ class Script:
         for name, sent in self.sent.items():
             self.check(name, sent.answer())
         if rig.half is not None:
-            rig.now += 5 * 3600  # longer than any gap is waited for
+            rig.now += 5 * 3600  # longer than the connector waits for any next turn
             for i in range(2):
                 rig.wait_for_worker()
                 rig.ask(f"last{i}", text(1, seed=1), max_tokens=8)
@@ -362,7 +362,8 @@ def choose_restores(rig: EngineRig, rng: random.Random) -> None:
 
 
 class AnyDecision(StatelessPolicy):
-    """Random decisions of every kind, both before and after the tool calls are read."""
+    """A policy that makes random decisions of every type, both before and after tool calls are
+    read."""
 
     reads_tools = True
 

@@ -1,4 +1,4 @@
-"""bench.identities: the turns that it counts as recognised, and the requests that it generates."""
+"""``bench.identities``: the turns that count as recognised, and the requests that are generated."""
 
 from __future__ import annotations
 

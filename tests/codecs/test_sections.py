@@ -1,4 +1,5 @@
-"""Pages with several element types: each type is encoded by a suitable codec, bit-exactly."""
+"""Pages with several element types. Each type is encoded by a suitable codec, and pages are decoded
+exactly."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ def test_each_type_has_the_codec_that_suits_it() -> None:
 
 
 def test_short_sections_of_one_type_are_a_page_of_that_type() -> None:
-    """Each type costs one frame and one table, regardless of the number of layers."""
+    """The short sections of each type are encoded together, so that a type costs one frame and one
+    table, regardless of the number of layers."""
     page = synthetic_page(STATE)
     stored = SectionsCodec(STATE).encode(page)
     conv = np.concatenate([page[:1280], page[8192:9472]])
@@ -196,7 +198,8 @@ def test_a_page_of_another_size_is_refused_by_every_method() -> None:
 
 
 def test_pages_of_several_types_are_measured_with_every_codec() -> None:
-    """On a disk with 1 MB/s only the size matters."""
+    """On a disk with 1 MB/s, only the size of pages matters. The measurement chooses the sections
+    codec for pages of several types, and centred for fp32 states."""
     page_format = mixed((BF16, 64 * 1024), (FP32, 64 * 1024))
     choice = choose(page_format, disk_read_mbs=1, disk_write_mbs=1, cores=1)
     assert choice.codec == SectionsCodec(page_format) == parse("centred")(page_format)

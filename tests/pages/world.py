@@ -158,7 +158,7 @@ class World(RuleBasedStateMachine):
         return pages.get(key, b"another bundle")
 
     def carry_out_pack(self, flight: Flight, rank: int, fail: bool) -> None:
-        """Compress pages into their own slots, or lose them."""
+        """Compress pages into their own slots. If ``fail`` is true, lose them."""
         order, slots, bundle = flight.order, self.slots[rank], flight.bundle
         assert isinstance(order, PackOrder)
         assert bundle is not None

@@ -1,5 +1,5 @@
-"""Snapshots in one root folder: common pages share a file, and each snapshot stays complete without
-the others."""
+"""Snapshots in one root folder. Common pages share a file, and each snapshot stays complete if the
+others are removed."""
 
 from __future__ import annotations
 
@@ -183,5 +183,5 @@ def test_many_concurrent_makers_in_one_root_all_succeed(tmp_path: Path) -> None:
 
 
 def sha(path: Path) -> str:
-    """Return the digest of the page in a file, whose page is stored raw at its end."""
+    """Return the digest of the page that is stored uncompressed at the end of a file."""
     return sha256(path.read_bytes()[-PLAIN[0].page_format.page_bytes :]).hexdigest()

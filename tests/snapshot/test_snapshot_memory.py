@@ -154,7 +154,7 @@ print(most)
 
 
 def grown(script: str, *arguments: str) -> int:
-    """Return the memory in bytes that a script took, as it reports it."""
+    """Run a script, and return the number of bytes that it reports as its growth in memory."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK + script, *arguments],
         cwd=ROOT,

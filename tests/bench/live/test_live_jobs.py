@@ -1,4 +1,5 @@
-"""Jobs from generators, and from recordings in third-party formats."""
+"""Jobs that are loaded from recordings in third-party formats, and the limits to which they are
+fitted."""
 
 from __future__ import annotations
 
@@ -83,9 +84,9 @@ def test_mooncakes_requests_are_joined_to_jobs_by_their_prompts_blocks(tmp_path:
         tmp_path / "mooncake.jsonl",
         [
             row(0, 1_100, 60, [1, 2, 3]),
-            row(1_000, 1_030, 50, [1, 5, 6]),  # starts like the first, but is another job
-            row(4_000, 1_700, 60, [1, 2, 7, 8]),  # continues the first
-            row(5_000, 1_110, 60, [1, 2, 9]),  # has the first's blocks, but no space for its answer
+            row(1_000, 1_030, 50, [1, 5, 6]),  # starts like the first job, but is another one
+            row(4_000, 1_700, 60, [1, 2, 7, 8]),  # continues the first job
+            row(5_000, 1_110, 60, [1, 2, 9]),  # has the first job's blocks, but no space for its answer
         ],
     )
     jobs = load(path).jobs
@@ -129,8 +130,8 @@ def hashed(ms: float, tokens: int, hashes: int, **more: Any) -> dict[str, Any]:
 
 
 def bailian(chats: int = 40, turns: int = 3) -> list[dict[str, Any]]:
-    """Return chats whose turns are 30 s apart. Each prompt contains the previous prompt and its
-    answer."""
+    """Return the requests of several chats, in Bailian's format. The turns of a chat are 30 s
+    apart, and each prompt contains the previous prompt and its answer."""
     rows = []
     for chat in range(chats):
         for turn in range(turns):
@@ -287,7 +288,9 @@ ODD_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-184", "true", '"7"', "
 @pytest.mark.parametrize("odd", ODD_NUMBERS)
 @pytest.mark.parametrize("form", OF_EACH_FORM)
 def test_an_invalid_number_is_refused_with_its_line(form: str, odd: str, tmp_path: Path) -> None:
-    """Tests each numeric field of a request, also inside nested lists of requests."""
+    """Each numeric field of a request is replaced by an invalid number, also in nested requests.
+    Loading the recording raises a ValueError of one line that names the file and the line or
+    session."""
     fields = {
         "mooncake": ("timestamp", "input_length", "output_length"),
         "bailian": ("timestamp", "input_length", "output_length"),

@@ -48,7 +48,7 @@ def slowdown(server: str, jobs_per_s: float) -> float:
 
 
 class Machine:
-    """Simulated servers on which jobs take longer the more of them arrive. Optional servers fail to
+    """Simulated servers. Jobs take longer at a higher arrival rate, and optional servers fail to
     start."""
 
     def __init__(self, stop_after: int | None = None, jobs: int = 2, **job: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_router_gets_the_costs_of_stock_steps_and_does_not_run_before_they_are
     turns = tuple(
         TurnDone(at, 10.0 * at, 0.1 * at, 0.1 * at + 2.0, 100 * at, 0, 50) for at in range(1, 9)
     )
-    machine = Machine(jobs=1, turns=turns)  # of many lengths, so that costs can be fitted
+    machine = Machine(jobs=1, turns=turns)  # prompts of many lengths, so that costs can be fitted
     kinds = make_kinds("model", size_for([3000], 6400), peers=True)
     kinds = [replace(kind, optional=False) for kind in kinds]
     ledger = Ledger(tmp_path, {}, resume=False)

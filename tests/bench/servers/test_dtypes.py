@@ -63,8 +63,8 @@ def test_a_broken_torch_is_an_error_that_shows_its_output(
 
 
 def test_any_machine_can_be_made_one_without_avx512() -> None:
-    """Tests of the code path without AVX-512 run under ``scripts/avx2`` on machines that have
-    it."""
+    """Under ``scripts/avx2``, torch and vLLM use AVX2 kernels, and float32 is chosen. This makes it
+    possible to test the code path without AVX-512 on a machine that has AVX-512."""
     script = (
         "import torch; from vllm.platforms.cpu import CpuPlatform; CpuPlatform.import_kernels();"
         "print(torch.backends.cpu.get_cpu_capability());"
