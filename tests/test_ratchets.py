@@ -25,8 +25,8 @@ CONSTRUCTOR_PARAMETERS = 8
 ORDER_TESTS = 10
 SMALL_WITH_ONE_IMPORTER = 4
 WHOLE_TURN, END_OF_TURN, TURN_FROM_SSD = 67, 41, 73
-"""Number of product files whose functions run during a turn with every tier and a trace, during the
-end of a turn, and during a turn whose context is read from SSD."""
+"""Numbers of product files whose functions run during a turn with every tier and a trace, during
+the end of a turn, and during a turn whose context is read from SSD."""
 AT_INTERVALS = {
     "connectors/runtime/policy_state.py",
     "connectors/runtime/step_timer.py",

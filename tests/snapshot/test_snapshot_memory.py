@@ -154,7 +154,7 @@ print(most)
 
 
 def grown(script: str, *arguments: str) -> int:
-    """Run a script, and return the number of bytes that it reports as its growth in memory."""
+    """Run a script, and return the number of bytes by which it reports that its memory grew."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK + script, *arguments],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""A web server in this process that gives the routes' answers."""
+"""A web server that runs in the test's process and returns given answers of the routes."""
 
 from __future__ import annotations
 

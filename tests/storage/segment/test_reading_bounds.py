@@ -169,7 +169,8 @@ def test_the_longest_segment_is_accepted(tmp_path: Path, files: CountedFiles) ->
 
 
 def test_a_footer_with_too_many_entries_is_refused(tmp_path: Path, files: CountedFiles) -> None:
-    """A footer that claims to be the whole file would be read in one piece."""
+    """A footer that claims to fill the whole file is refused, and no more than 1 MiB is read at a
+    time."""
     header, count = header_of(), 4_000_000
     offset = header.header_bytes
     nbytes = offset + footer_bytes(count, 0)

@@ -105,8 +105,8 @@ MUTATORS: list[Callable[[random.Random, bytearray, bytearray], None]] = [
 
 @pytest.fixture
 def segments(tmp_path: Path) -> tuple[StoreOptions, Contents]:
-    """Three segments: untrained and sealed, trained and sealed, trained and never sealed. Returns
-    the store's options and the contents."""
+    """Create three segments: untrained and sealed, trained and sealed, trained and never sealed.
+    Returns the store's options and the contents."""
     options = store_options(tmp_path / "root", io_threads=1)
     store = open_store(options)
     store.put(list(PAGES.items())[0:7])
