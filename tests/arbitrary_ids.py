@@ -1,4 +1,4 @@
-"""Arbitrary request ids and hints, mostly in the fields that the server reads."""
+"""Generates arbitrary request ids and hints, mostly in the fields that the server reads."""
 
 from __future__ import annotations
 

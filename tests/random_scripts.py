@@ -1,13 +1,13 @@
-"""Random scripts: requests of clients, faults and resets, drawn from a seed.
+"""Random scripts: requests of clients, faults and resets, all drawn from a seed.
 
-A test marked ``@pytest.mark.scripts(150, nightly=10_000)`` takes the argument ``seeds``. By default,
-it runs 150 seeds in batches. With ``-m nightly``, it runs 10,000 seeds, and with
-``--scripts N --first-seed S`` the N seeds from S on.
+A test marked ``@pytest.mark.scripts(150, nightly=10_000)`` has an argument ``seeds``. By default,
+the test runs 150 seeds in batches. With ``-m nightly``, it runs 10,000 seeds. With
+``--scripts N --first-seed S``, it runs N seeds from S on.
 
-Each kind of script has an engine and a ``Script``: the actions of its clients, with weights. In
-each step, the engine's fake model checks that it reads the right KV, and the rig checks that
-requests are admitted fairly. At the end, every answer is compared with the expected one, and every
-block, slot, order and reference is accounted for.
+Each type of script has an engine and a ``Script``: the actions of its clients, with weights. In
+each step, the engine's fake model checks that it reads the right KV, and the engine's test rig
+checks that requests are admitted fairly. At the end, every answer is compared with the expected
+answer, and every block, slot, order and reference is accounted for.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def play_each(
 ) -> None:
     """Run the script of each seed in a folder of its own. An exception names its seed.
 
-    With every odd seed, the limits on the pages of one scheduler step are only a few pages, so that
-    the work is split over several steps.
+    With an odd seed, a scheduler step is limited to a few pages, so that the work is split over
+    several steps.
 
     Args:
         play: runs one script, and may return counts of the cases that the script is meant to
@@ -131,7 +131,7 @@ class Script:
         passes: possible numbers of seconds by which the clock advances before an action.
         left: the context that each job last replaced, by the job's number.
         sent: requests by ID.
-        faulty: the worker's transfers, in which faults can be injected; None without any.
+        faulty: the worker's transfers, in which faults can be injected; None without faults.
     """
 
     steps: Sequence[int] = range(6)

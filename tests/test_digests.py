@@ -1,4 +1,4 @@
-"""File digests are correct, and unchanged files are not read again."""
+"""File digests are correct, and unchanged large files are not read again."""
 
 from __future__ import annotations
 

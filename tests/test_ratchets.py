@@ -32,7 +32,8 @@ AT_INTERVALS = {
     "connectors/runtime/step_timer.py",
     "tiered_kv/storage/store/folders.py",
 }
-"""Files that run once in a while, whether or not that happens during the turn from SSD."""
+"""Files that run only at intervals. They do not count in the turn from SSD, because an interval may
+or may not end during that turn."""
 
 
 def product() -> list[Module]:

@@ -146,8 +146,8 @@ def test_clients_that_do_not_name_their_tools() -> None:
 def test_every_session_is_tested_once_on_a_fold_without_it_or_its_sub_agents(
     names: list[str], folds: int
 ) -> None:
-    """For any order of sessions, each session is tested in exactly one fold. A fold learns from all
-    other sessions, except from the sub-agents of its tested sessions."""
+    """For any order of sessions, each session is tested in exactly one fold, together with its
+    sub-agents. The fold learns from all other sessions."""
     sessions = [session(name, 1.0) for name in names]
     sessions += [replace(session(f"{name}/agent", 2.0), split_by=name) for name in names[:3]]
     made = list(in_folds(sessions, lambda one: fold_of(one, folds)))
@@ -186,7 +186,7 @@ def test_the_clairvoyant_takes_all_there_is() -> None:
 
 
 class Watched(Clairvoyant):
-    """Pins everything, and records its calls."""
+    """A policy that pins everything, and records its calls."""
 
     def __init__(self) -> None:
         super().__init__()

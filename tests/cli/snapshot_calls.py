@@ -1,4 +1,4 @@
-"""Calls of the snapshot commands, and parsing of their output."""
+"""Helpers that call the snapshot commands, and parse their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A root folder with stores, and the output of ``tiered-kv store`` for it."""
+"""Helpers that create stores in a root folder, and run ``tiered-kv store`` on the folder."""
 
 from __future__ import annotations
 

@@ -214,7 +214,8 @@ def test_an_unreadable_folder_is_not_taken_for_an_empty_one(disk: Disk, depth: i
 
 
 def test_page_ages_are_sorted(disk: Disk) -> None:
-    """The page ages are sorted from the newest to the oldest, and all are below a minute."""
+    """``tiered-kv store stat`` reports the page ages from the newest to the oldest, and all are
+    below a minute."""
     disk.fill(20)
     found = run_json("stat", disk.root)["page_age_s"]
     assert list(found) == ["newest", "p10", "p50", "p90", "oldest"]

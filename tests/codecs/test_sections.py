@@ -56,7 +56,7 @@ def _suite(page_format: PageFormat) -> type[_Sections]:
 
 
 class TestSections(_Sections):
-    """The conformance suite with its own page formats."""
+    """The codec conformance suite with its default page formats."""
 
 
 TestBf16AndFp32 = _suite(FORMATS["bf16 and fp32"])
@@ -159,7 +159,8 @@ def test_short_sections_of_one_type_are_a_page_of_that_type() -> None:
 
 
 def test_long_sections_are_parts_of_their_own() -> None:
-    """Long sections are not copied together before encoding."""
+    """Sections of one type are encoded together until they have ``PART_BYTES``, so that long
+    sections need not be copied together. Such pages are decoded exactly."""
     long, short = (FP32, PART_BYTES), (BF16, PART_BYTES // 2)
     assert list(divide(mixed(short, long, short, long, short))) == [(1,), (0, 2), (3,), (4,)]
     assert list(divide(mixed((FP32, PART_BYTES - 1), (BF16, 1), long))) == [(0, 2), (1,)]

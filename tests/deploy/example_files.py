@@ -21,7 +21,7 @@ COMPOSE, KUBERNETES, SCRIPT = (
     EXAMPLES / name for name in ("compose.yaml", "kubernetes.yaml", "two_engines.sh")
 )
 DEFAULTED = re.compile(r"\$\{\w+:-([^}]*)\}")
-"""A variable with a default in Compose's syntax."""
+"""Matches a variable with a default in Compose's syntax."""
 
 STUB = """#!/usr/bin/env python3
 import json, os, pathlib, signal, sys

@@ -37,7 +37,8 @@ class Bundle:
     serial: int
 
     def kept(self, rank: int) -> int:
-        """Return the number of slots that a rank needs. It differs between ranks."""
+        """Return the number of slots that a rank needs for the bundle. The number differs between
+        ranks."""
         return 1 + (self.serial + rank) % len(self.slots)
 
 

@@ -154,7 +154,7 @@ print(most)
 
 
 def grown(script: str, *arguments: str) -> int:
-    """Run a script, and return the number of bytes by which it reports that its memory grew."""
+    """Run a script that prints by how many bytes its memory grew, and return that number."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK + script, *arguments],
         cwd=ROOT,

@@ -243,7 +243,7 @@ def test_a_damaged_page_of_the_stores_own_codec_is_never_served(
 def test_pages_of_a_bundle_are_written_in_their_encoded_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages of a compressed bundle are stored as they are encoded. Pages of an incompressible
+    """Pages of a compressed bundle are stored in their encoded form. Pages of an incompressible
     bundle are encoded by the store. All pages are read back, also after a restart."""
     options = store_options(tmp_path, page_format=PAGE_FORMAT)
     slots = np.stack([synthetic_page(PAGE_FORMAT, seed) for seed in range(40)])

@@ -86,5 +86,5 @@ class RouteServer:
 
 
 def refusal(status: int, message: str) -> Answer:
-    """Return the error response of the routes."""
+    """Return an error response in the format of the routes."""
     return Answer(json.dumps({"error": {"message": message, "code": status}}), status)

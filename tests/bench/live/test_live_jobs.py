@@ -1,5 +1,4 @@
-"""Jobs that are loaded from recordings in third-party formats, and the limits to which they are
-fitted."""
+"""Jobs that are loaded from recordings in third-party formats, and adapted to a server's limits."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ def test_mooncakes_requests_are_joined_to_jobs_by_their_prompts_blocks(tmp_path:
             row(0, 1_100, 60, [1, 2, 3]),
             row(1_000, 1_030, 50, [1, 5, 6]),  # starts like the first job, but is another one
             row(4_000, 1_700, 60, [1, 2, 7, 8]),  # continues the first job
-            row(5_000, 1_110, 60, [1, 2, 9]),  # has the first job's blocks, but no space for its answer
+            row(5_000, 1_110, 60, [1, 2, 9]),  # shares the first job's blocks, but not its answer
         ],
     )
     jobs = load(path).jobs

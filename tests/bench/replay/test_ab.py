@@ -39,7 +39,8 @@ from tiered_kv.bench.servers.server_costs import ServerCosts
 KINDS = make_kinds("model", size_for([3000], 6400))
 PRESET = Preset(jobs=2, turns=1, idle_jobs=1, idle_rounds=3, rounds=2, pool_tokens=6400)
 PACE = {"stock": 2.0, "control": 2.0, "tiered": 1.2, "reach": 1.1, "bound": 1.0}
-"""Slowdown factor by server, relative to the load. Other servers are as slow as stock."""
+"""Factor by which the load slows down each server. Servers that are not listed are as slow as
+stock."""
 
 
 def slowdown(server: str, jobs_per_s: float) -> float:

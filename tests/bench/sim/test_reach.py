@@ -21,7 +21,7 @@ from tiered_kv.testing.vllm.rig import Rig
 __all__ = ["make_rig"]
 
 SMALL = 24
-"""Blocks of 16 tokens that requests may occupy concurrently, including vLLM's null block."""
+"""Number of 16-token blocks that requests may occupy concurrently, including vLLM's null block."""
 LARGE = 2_000
 
 
