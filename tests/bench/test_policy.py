@@ -286,7 +286,7 @@ def test_the_command_prints_one_object_and_explains_what_it_cannot_read(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded sessions here")
-def test_what_is_promised_of_recorded_sessions() -> None:
+def test_our_policy_reaches_the_documented_figures_on_recorded_sessions() -> None:
     only = "claude_code_sessions"
     sources = {only: read_sources(TRACES)[only]}
     result = measure(sources, lambda one: fold_of(one, 5), lambda done: None)

@@ -89,8 +89,8 @@ def test_a_flipped_byte_is_found_and_its_page_named(disk: Disk, codec: str, what
 def test_a_flipped_byte_in_the_frame_of_a_segment_is_found(
     disk: Disk, offset: int, pages: int
 ) -> None:
-    """A flipped byte in the header or footer of a segment is reported. No page can be read without
-    the header. All 40 can be read without the footer."""
+    """A flipped byte in the header block or the footer of a segment is reported. No page can be
+    read if the header is damaged. All 40 can be read if its padding or the footer is damaged."""
     disk.fill(40)
     (segment,) = disk.inventory.segments
     flip(segment.path, offset)

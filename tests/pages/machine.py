@@ -207,8 +207,8 @@ class OrdersMachine(World):
         raise AssertionError("an unreadable page was ordered")
 
     def report_from_nowhere(self, _: PageKey) -> None:
-        """Report orders that the order book did not issue: a restore that was made to fail (id 0),
-        and an order of an earlier engine."""
+        """Report orders that the order book did not issue: order 0, which is never issued, and an
+        order of another engine."""
         report = OrderReport(self.world, frozenset({0}), 0, 0.0)
         assert self.planner.settle({OrderId(0): report, OrderId(1 << 40): report}) == []
 

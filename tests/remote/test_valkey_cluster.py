@@ -130,8 +130,8 @@ def test_runs_stay_together_and_are_spread_over_the_masters(cluster: ValkeyClust
 
 
 def test_names_in_a_cluster_stay_as_they_are(cluster: ValkeyCluster) -> None:
-    """A value in a cluster has a fixed name, which starts with a hash tag of its run. Engines of
-    other releases find pages by this name."""
+    """A value in a cluster has a fixed name, which contains a hash tag of its run. Engines of other
+    releases find pages by this name."""
     assert slot_of(b"123456789") == 0x31C3, "the example in the specification of clusters"
     store = open_at(cluster)
     put_all(store, [RemoteKey(b"page", b"run")], [b"value"])

@@ -139,7 +139,7 @@ def test_experts_that_work_in_a_latent_space_are_counted_there() -> None:
     ],
     ids=["compressed-tensors", "modelopt", "modelopt before 0.31"],
 )
-def test_weights_of_four_bits_take_about_as_many(
+def test_four_bit_weights_take_four_to_five_bits_each(
     config: dict[str, Any], quantization: dict[str, Any] | None
 ) -> None:
     found = on_eight(config, quantization)

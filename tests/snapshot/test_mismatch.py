@@ -32,11 +32,11 @@ def with_group(**changes: Any) -> EngineIdentity:
     return replace(ENGINE, groups=(replace(GROUPS[0], **changes), GROUPS[1]))
 
 
-def test_the_engine_that_it_was_taken_from_can_use_it() -> None:
+def test_the_engine_of_a_snapshot_can_use_the_snapshot() -> None:
     assert mismatches(MANIFEST, ENGINE) == []
 
 
-def test_a_later_patch_of_vllm_can_use_it() -> None:
+def test_a_later_patch_release_of_vllm_can_use_a_snapshot() -> None:
     assert mismatches(MANIFEST, replace(ENGINE, vllm="0.33.7rc1")) == []
 
 

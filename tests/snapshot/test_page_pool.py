@@ -32,7 +32,7 @@ def test_two_snapshots_share_the_files_of_pages_that_both_have(tmp_path: Path) -
     first = make(tmp_path, "first", outline(tokens=33))
     second = make(tmp_path, "second", outline(tokens=65))
     shared = {page.sha256 for page in first.pages} & {page.sha256 for page in second.pages}
-    assert len(shared) == 6  # of both ranks: two full blocks and a state
+    assert len(shared) == 6  # two full blocks and a state of each of two ranks
     for digest in shared:
         files = [tmp_path / name / "pages" / digest for name in ("first", "second")]
         assert files[0].samefile(files[1])

@@ -56,7 +56,7 @@ for name, piece in PIECES.items():
         data = b"0." + b"5" * (ROOM - 8)
     if len(data) > ROOM:
         data = data[:ROOM]
-    # Also smaller parts, because larger ones may be refused before they are parsed.
+    # Smaller parts are tested too, because larger ones may be refused before they are parsed.
     for part in (1, 4, 23, 260):
         some = data if part == 1 else data[: len(data) // part // len(piece) * len(piece)] + b"1]"
         before = forget_peak()

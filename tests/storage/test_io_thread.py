@@ -245,7 +245,7 @@ def test_an_order_waits_until_it_is_due_and_then_runs_by_itself(bench: Bench) ->
     assert ("get", 3) not in bench.store.log
 
     bench.now = 200.0
-    bench.demote(range(1))  # any order wakes the thread, which the test's clock does not
+    bench.demote(range(1))  # any order wakes the thread; the test's clock does not
     assert up.order_id in bench.reports()
 
 

@@ -95,7 +95,7 @@ class Batch:
         return said
 
 
-def test_vllm_accepts_it_as_a_logits_processor() -> None:
+def test_vllm_accepts_the_class_as_a_logits_processor() -> None:
     assert issubclass(ForcedTokens, LogitsProcessor)
     assert not Batch().processor.is_argmax_invariant(), "it must run for greedy requests too"
 

@@ -29,7 +29,7 @@ def test_the_interval_lies_around_the_ratio(pairs: list[tuple[float, float]]) ->
     assert found.low * back.high == pytest.approx(1.0)
 
 
-def test_the_interval_is_students() -> None:
+def test_the_interval_is_that_of_students_t() -> None:
     found = PairedRatio.of([math.e, 1.0, 1.0], [1.0, 1.0, 1.0])
     assert found.value == pytest.approx(math.exp(1 / 3))
     assert found.high is not None

@@ -177,7 +177,7 @@ def test_a_wrong_number_of_hashes_per_prompt_is_refused(
 
 
 def test_a_few_odd_requests_are_left_out_and_counted(tmp_path: Path) -> None:
-    # Half of them lack the hash of their last block.
+    # Half of the requests lack the hash of their last block.
     rows = [hashed(1e4 * n, 600, 1 + n % 2) for n in range(200)]
     rows[7]["hash_ids"] = []
     found = load(lines(tmp_path / "mooncake.jsonl", rows))
@@ -339,7 +339,7 @@ def test_another_file_is_refused_with_what_is_wrong(text: str, said: str, tmp_pa
     path.write_text(text)
     with pytest.raises(ValueError, match=said) as caught:
         load(path)
-    str(caught.value).encode()  # it can be printed
+    str(caught.value).encode()  # the message can be printed
 
 
 def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:

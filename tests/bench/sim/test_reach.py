@@ -164,12 +164,12 @@ def means(names: Sequence[str], pool_tokens: int) -> dict[str, float]:
     }
 
 
-def test_it_lies_between_stock_and_unlimited_vram() -> None:
+def test_the_bound_lies_between_stock_and_unlimited_vram() -> None:
     found = means(("fcfs", "reach", "job-reach", "infinite"), 16_000)
     assert found["infinite"] < 0.9 * found["job-reach"] < 0.9 * found["reach"]
     assert found["reach"] < 0.9 * found["fcfs"]
 
 
-def test_if_everything_fits_it_equals_unlimited_vram() -> None:
+def test_if_everything_fits_the_bound_equals_unlimited_vram() -> None:
     found = means(("reach", "infinite"), 200_000)
     assert found["reach"] == found["infinite"]

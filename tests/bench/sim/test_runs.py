@@ -51,7 +51,7 @@ def test_another_eviction_rule_evicts_other_pages() -> None:
     assert run("occupancy+cpu@lru", tiers=tight).jobs != by_worth.jobs
 
 
-def test_leaps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaps_of_the_clock_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(name: str) -> list[float]:
         return [turn.ended_s for job in run(name).jobs for turn in job.turns]
 

@@ -95,7 +95,7 @@ def test_an_unsealed_segment_of_small_pages_is_read_in_large_reads(
     loaded = load(path, files)
     assert not loaded.sealed
     assert [entry.key for entry in loaded.entries] == [page_key(name) for name in range(1000)]
-    # The start, the end, and the pages of the last group, which are read one by one.
+    # Reads of the start and of the end, and one read for each page of the last group.
     beside = 4 + 50
     assert files.reads <= beside + path.stat().st_size // (1 << 20) + 2
     assert files.asked < 2 * path.stat().st_size

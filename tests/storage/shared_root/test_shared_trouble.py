@@ -369,7 +369,7 @@ def test_the_number_of_a_deleted_pack_is_not_reused(tmp_path: Path) -> None:
     put_all(store, keys("old"), [b"old value"])
     assert reader.exists(keys("old"), soon()) == [Outcome.HIT]
     store.close()
-    # As if its process was killed before it updated the index.
+    # Simulate a process that was killed before it updated the index.
     next(tmp_path.glob("*/*.pack")).unlink()
     again = SharedRoot(tmp_path, MOST)
     put_all(again, keys("new"), [b"new value"])

@@ -295,7 +295,7 @@ def test_survivors_outlive_a_kill_during_a_reclaim_and_the_next_reclaim(
                 break
         first = store.proposal()
         assert first is not None
-        # The last operation of a reclaim, before which the process is killed.
+        # The process is killed before the last operation of the reclaim.
         files.fail("unlink", errno.EIO)
         store.reclaim(first.segment, first.keys[::2])
     assert files.struck == 1
