@@ -286,7 +286,7 @@ class Script:
     # -- the end ----------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Run all requests to the end. Asserts that the answers are right and that no resource is
+        """Run all requests to the end. Asserts that the answers are correct and that no resource is
         still held."""
         rig = self.rig
         rig.run()

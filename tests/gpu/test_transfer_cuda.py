@@ -134,7 +134,7 @@ def test_more_pages_than_a_buffer_holds_are_copied(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_beyond_four_gib_are_copied(way: str) -> None:
     """Three pages are saved and loaded. Their byte offsets in VRAM and in CPU memory exceed 32
-    bits, as in real KV caches. Each page arrives at its place, and nothing else changes."""
+    bits, as in real KV caches. Each page arrives in the correct place, and nothing else changes."""
     page = 64 << 20
     layout = PageLayout((Region(0, 2, 5 << 30, page, page // 2),), 66)
     storage = torch.zeros(layout.storage_bytes, dtype=torch.uint8, device="cuda")

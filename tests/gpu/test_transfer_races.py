@@ -47,7 +47,7 @@ def test_a_save_reads_what_a_late_compute_stream_writes_before_it(way: str) -> N
 
 def test_a_save_is_not_disturbed_by_a_compute_stream_that_rewrites_other_blocks(way: str) -> None:
     """Even blocks are saved while the compute stream rewrites the odd blocks. The saved pages and
-    the odd blocks are right, although the even blocks are overwritten as soon as the save is
+    the odd blocks are correct, although the even blocks are overwritten as soon as the save is
     reported."""
     with vram(way, LAYOUT, BLOCKS) as gpu:
         even = range(0, BLOCKS, 2)

@@ -47,7 +47,7 @@ def read(
 
 
 class TestValkeyStore(RemoteConformance):
-    """A store on one server."""
+    """The conformance suite of remote stores, with one server."""
 
     @pytest.fixture(autouse=True)
     def serve(self, server: ValkeyServer) -> None:
@@ -60,7 +60,7 @@ class TestValkeyStore(RemoteConformance):
 
 
 class TestSeveralServers(TestValkeyStore):
-    """A store on three servers."""
+    """The conformance suite of remote stores, with three servers."""
 
     @pytest.fixture(autouse=True)
     def serve(self, make_server: MakeServer) -> None:
@@ -163,7 +163,7 @@ def test_a_server_that_sends_single_bytes_slowly_is_late() -> None:
 
 def test_a_late_value_is_not_mistaken_for_another(store: ValkeyStore, server: ValkeyServer) -> None:
     """A read of one key is abandoned at its deadline. The next read of another key returns the
-    value of that key, and not the late answer."""
+    value of that key, not the late answer."""
     put(store, keys("a"), b"old")
     put(store, keys("b"), b"new")
     server.pause()

@@ -1,5 +1,5 @@
 """Tests with a real Valkey cluster whose slots move and whose masters fail. Every value that is
-read is right, and no call outlives its deadline."""
+read is correct, and no call outlives its deadline."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def slot_of_run(key: RemoteKey) -> int:
 
 
 class TestCluster(RemoteConformance):
-    """A cluster whose address names all nodes."""
+    """The conformance suite of remote stores, with a cluster whose address names all nodes."""
 
     @pytest.fixture(autouse=True)
     def serve(self, cluster: ValkeyCluster) -> None:
@@ -107,7 +107,8 @@ class TestCluster(RemoteConformance):
 
 
 class TestOneEndpoint(TestCluster):
-    """A cluster whose address names one node, which is a replica."""
+    """The conformance suite of remote stores, with a cluster whose address names one node, which is
+    a replica."""
 
     @pytest.fixture(autouse=True)
     def serve(self, cluster: ValkeyCluster) -> None:
@@ -199,7 +200,7 @@ def test_slots_move_while_pages_are_read_and_written(cluster: ValkeyCluster) -> 
 
 
 class Reader:
-    """Reads all values repeatedly. Asserts that each value is right or missing, and that no call
+    """Reads all values repeatedly. Asserts that each value is correct or missing, and that no call
     outlives its deadline."""
 
     def __init__(self, store: ValkeyStore, names: list[RemoteKey]) -> None:
@@ -413,7 +414,7 @@ def test_any_reply_gives_owners_or_is_refused(reply: Any) -> None:
 
 def test_every_node_gets_the_login(tmp_path: Path) -> None:
     """A user with the fewest rights that a cluster needs reads and writes on all nodes, while slots
-    move. Clients without the right login are refused."""
+    move. Clients without a valid login are refused."""
     with ValkeyCluster(tmp_path, masters=2, password="hunter2", node_timeout_s=CALM_S) as cluster:
         rights = "+ping +exists +get +set +unlink +cluster|slots +asking"
         for node in cluster.nodes:

@@ -90,7 +90,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def test_manifests_with_hostile_values_are_refused_or_consistent() -> None:
-    """One or two values of a manifest are replaced, and its digest is right, as in a deliberate
+    """One or two values of a manifest are replaced, and its digest is correct, as in a deliberate
     attack. Each manifest is refused or consistent, and more than half are refused."""
     rng = random.Random(2)
     text = json.dumps(json.loads(dump(with_pages(outline()))))

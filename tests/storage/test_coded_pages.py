@@ -221,7 +221,7 @@ def test_a_damaged_page_of_the_stores_own_codec_is_never_served(
     bench: StoreBench[SegmentStore],
 ) -> None:
     """Three of ten encoded pages are damaged. The store serves the seven others and none of the
-    three, also after a restart."""
+    three, before and after a restart."""
     codec = own(bench)
     pages = [(key, coded_page(key, codec)) for key in map(page_key, range(40, 50))]
     for i, count in ((0, 1), (4, 9), (9, 0)):
@@ -244,7 +244,7 @@ def test_pages_of_a_bundle_are_written_in_their_encoded_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of a compressed bundle are stored in their encoded form. Pages of an incompressible
-    bundle are encoded by the store. All pages are read back, also after a restart."""
+    bundle are encoded by the store. All pages are read back, before and after a restart."""
     options = store_options(tmp_path, page_format=PAGE_FORMAT)
     slots = np.stack([synthetic_page(PAGE_FORMAT, seed) for seed in range(40)])
     slots[32:] = np.random.default_rng(1).integers(0, 256, (8, PAGE_FORMAT.page_bytes))

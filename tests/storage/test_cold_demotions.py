@@ -69,7 +69,7 @@ class Store(MemoryStore):
         return frozenset(i for i, (name, _) in enumerate(pages) if name in self.refused)
 
     def holds(self, n: int) -> bool:
-        """Return True if the page exists. Asserts that it has the right bytes."""
+        """Return True if the page exists. Asserts that it has the correct bytes."""
         out = np.zeros(FORMAT.page_bytes, np.uint8)
         if self.get([(key(n), out)]):
             return False

@@ -52,7 +52,7 @@ class TestSlowStore(TestFaultyStoreWithoutFaults):
 
 @pytest.fixture
 def pages() -> Pages:
-    """A medium that contains the pages of another engine."""
+    """Return a medium that contains the pages of another engine."""
     medium: Pages = {}
     assert not FaultyStore(medium).put([(key, page_bytes(key)) for key in KEYS])
     return medium

@@ -93,7 +93,7 @@ def trained(pages: RemotePages) -> Codec:
 
 
 class RemoteConformance(StoreConformance):
-    """A store on its own Valkey server."""
+    """The conformance suite of page stores, with a store on a Valkey server of its own."""
 
     knowledge = Knowledge.ASKED
     codec = "raw"
@@ -124,7 +124,7 @@ class TestCentredPages(RemoteConformance):
 
 
 class SharedRootConformance(StoreConformance):
-    """A store in a shared folder."""
+    """The conformance suite of page stores, with a store in a shared folder."""
 
     knowledge = Knowledge.ASKED
     codec = "raw"
@@ -380,7 +380,7 @@ def test_a_read_only_server_is_read_and_refused_writes_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A replica serves old pages, and refuses new pages, which are counted. Its bandwidth is
-    measured, and not assumed to be the lowest possible."""
+    measured, not assumed to be the lowest possible."""
     (tmp_path / "primary").mkdir()
     (tmp_path / "replica").mkdir()
     old, new, out = page_key(1), page_key(2), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)

@@ -68,8 +68,8 @@ class SharedMemory:
 
 
 def test_memory_shared_by_several_processes_can_be_used() -> None:
-    """A pool writes to memory that has a name, and the memory is read under that name. Once the
-    pool is closed, also twice, the name no longer exists."""
+    """A pool writes to memory that has a name, and the memory is read under that name. After the
+    pool is closed, even twice, the name no longer exists."""
     memory = SharedMemory(None, 2 * 4096)
     pool = CpuPool(memory, 4096)
     pool.slots[1] = 7

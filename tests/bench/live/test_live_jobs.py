@@ -287,9 +287,9 @@ ODD_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-184", "true", '"7"', "
 @pytest.mark.parametrize("odd", ODD_NUMBERS)
 @pytest.mark.parametrize("form", OF_EACH_FORM)
 def test_an_invalid_number_is_refused_with_its_line(form: str, odd: str, tmp_path: Path) -> None:
-    """Each numeric field of a request is replaced by an invalid number, also in nested requests.
-    Loading the recording raises a ValueError of one line that names the file and the line or
-    session."""
+    """Each numeric field of a request is replaced by an invalid number, including the fields of
+    nested requests. Loading the recording raises a ValueError of one line that names the file and
+    the line or session."""
     fields = {
         "mooncake": ("timestamp", "input_length", "output_length"),
         "bailian": ("timestamp", "input_length", "output_length"),

@@ -254,7 +254,8 @@ def test_a_footer_with_a_wrong_length_is_refused() -> None:
 
 @pytest.mark.parametrize("lengths", [(40, 40), (48, 49), (48, 47), (81, 15), (256, 48)])
 def test_a_footer_whose_keys_have_other_lengths_is_refused(lengths: tuple[int, int]) -> None:
-    """A footer whose entries state wrong key lengths is refused, although its digests are right."""
+    """A footer whose entries state wrong key lengths is refused, although its digests are
+    correct."""
     places = [FooterEntry(PageKey(bytes([n]) * 48), BLOCK * n, 10, 20, 5) for n in (1, 2)]
     footer = bytearray(pack_footer(HEADER, 3 * BLOCK, places))
     rows = np.frombuffer(footer, ENTRY, 2)

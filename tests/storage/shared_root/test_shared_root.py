@@ -34,7 +34,7 @@ Open = Callable[..., SharedRoot]
 
 
 class TestSharedRoot(RemoteConformance):
-    """The store of one process, in its own folder."""
+    """The conformance suite of remote stores, with the store of one process in its own folder."""
 
     def make_store(self, root: Path) -> RemoteStore:
         root.mkdir()

@@ -50,8 +50,8 @@ class Bench:
         return failed
 
     def get(self) -> set[PageKey]:
-        """Read all pages. Asserts that returned pages are right and that failed ones are removed
-        from the store. Returns the failed ones."""
+        """Read all pages. Asserts that returned pages are correct, and that failed pages are
+        removed from the store. Returns the keys of the failed pages."""
         keys = list(self.stored)
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]
         failed = self.store.get(wanted)

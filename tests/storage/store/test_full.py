@@ -94,7 +94,7 @@ class Life:
         return stored, lost
 
     def check(self) -> None:
-        """Assert that every stored page exists and is right."""
+        """Assert that every stored page exists and has the correct bytes."""
         assert set(self.store.keys()) == set(self.stored)
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in self.stored]
         assert self.store.get(wanted) == frozenset()

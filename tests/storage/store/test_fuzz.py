@@ -1,4 +1,4 @@
-"""Segments with arbitrary bytes: the store opens, and returns right pages or none."""
+"""Segments with arbitrary bytes: the store opens, and returns correct pages or none."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def segments(tmp_path: Path) -> tuple[StoreOptions, Contents]:
 
 
 def check(options: StoreOptions) -> int:
-    """Return the number of pages that a store serves. Asserts that every page is right."""
+    """Return the number of pages that a store serves. Asserts that every page is correct."""
     (info,) = list_stores(options.root).stores
     for path in info.segments:
         with contextlib.suppress(FormatError):

@@ -55,7 +55,7 @@ def put(store: SegmentStore, *names: int) -> int:
 
 
 def found_in(store: SegmentStore) -> set[int]:
-    """Return the names of the pages found. Asserts that all are right."""
+    """Return the names of the pages found. Asserts that all of them have the correct bytes."""
     keys = store.keys()
     wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]
     assert store.get(wanted) == frozenset()

@@ -90,8 +90,8 @@ def test_tokens_of_a_failed_load_are_computed(make_rig: MakeRig) -> None:
 @pytest.mark.parametrize("tokens_before", [0, 1], ids=["whole", "in-part"])
 def test_blocks_of_a_window_are_restored_completely(make_rig: MakeRig, tokens_before: int) -> None:
     """The window of a hit starts inside a block, and vLLM caches the whole block. If the token
-    before the window is wrong, the request itself is right, but a later hit that is one token
-    shorter is wrong."""
+    before the window is wrong, the request itself is unaffected, but a later hit that is one token
+    shorter has wrong KV."""
     rig = make_rig(extra=None, groups=(FULL, WINDOW))
     store = PerfectStore(rig, Given(81))
     rig.add("one", PROMPT[:90], max_tokens=1)
