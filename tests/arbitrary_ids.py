@@ -1,4 +1,4 @@
-"""Arbitrary request ids and hints, mostly in the fields that the server reads."""
+"""Generator of arbitrary request ids and hints, mostly in the fields that the server reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tiered_kv.policies.jobs.identity import BODY_FIELDS, INFERRED_PREFIX, PARAMS_FIELDS
 
 MARK = '[{"type": "text", "text": "x-anthropic-billing-header: cc_is_subagent=true;"}]'
-"""Start of the system prompt of Claude Code's sub-agents."""
+"""Marker at the start of the system prompt of Claude Code's sub-agents."""
 LEAVES: list[Any] = [
     None, True, 0, -1, 2**63, 1.5, float("nan"), "", "lead", "S", "T", "x" * 600, "\ud83d", [], {},
     f"{INFERRED_PREFIX}1", "(sha256) 0", "a/agent:b", '{"session_id": "S"}', "{", "resp_1",

@@ -43,8 +43,8 @@ LONGEST = (
 
 
 BATCH = 25
-"""Number of seeds per test. Each test creates its own folder, which costs as much as a short
-script."""
+"""Number of random scripts per test. Each test creates its own folder, which costs as much as a
+short script."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,7 +75,7 @@ def split_cores(worker: dict[str, Any] | None) -> None:
 
 def measure_briefly() -> None:
     """Shorten the measurements of a starting engine (codecs, arithmetic, disk), which otherwise
-    take 0.3 s of CPU time. The tests start thousands of rigs, with pages of a few KiB, on one
+    take 0.3 s of CPU time. The tests start thousands of engines, with pages of a few KiB, on one
     disk."""
     autotune.MEASURE_S = speed_probe.MATMUL_S = 0.001
     speeds = dict[tuple[int, int], DiskSpeed]()
@@ -90,7 +90,7 @@ def measure_briefly() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize tests of random scripts with batches of seeds."""
+    """Parametrize tests that have the ``scripts`` marker with batches of random seeds."""
     marker = metafunc.definition.get_closest_marker("scripts")
     if marker is None:
         return

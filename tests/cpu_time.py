@@ -14,7 +14,7 @@ def loops(work: Callable[[], object], calls: int) -> float:
     takes about 30 µs on an idle core.
 
     ``work`` makes ``calls`` calls. The result is the best of several rounds. Each round times its
-    own loops, because a slow machine slows both.
+    own loops, because a slow machine slows the loops and the calls equally.
     """
     best = float("inf")
     for _ in range(_ROUNDS):

@@ -1,13 +1,13 @@
-"""Random scripts: requests of clients, faults and resets, drawn from a seed.
+"""Random scripts: requests of clients, faults and resets, all drawn from a seed.
 
-A test marked ``@pytest.mark.scripts(150, nightly=10_000)`` takes the fixture ``seeds``. It runs 150
-seeds by default, in batches, and 10,000 with ``-m nightly``. ``--scripts N --first-seed S`` runs N
-seeds from S instead.
+A test marked ``@pytest.mark.scripts(150, nightly=10_000)`` has an argument ``seeds``. By default,
+the test runs 150 seeds in batches. With ``-m nightly``, it runs 10,000 seeds. With
+``--scripts N --first-seed S``, it runs N seeds from S on.
 
-Each kind of script has an engine and a ``Script``: the actions of its clients, with weights. In
-each step, the engine's fake model checks that it reads the right KV, and the rig checks that
-requests are admitted fairly. At the end, every answer is compared with the expected one, and every
-block, slot, order and reference is accounted for.
+Each type of script has an engine and a ``Script``: the actions of its clients, with weights. In
+each step, the engine's fake model checks that it reads the right KV, and the engine's test rig
+checks that requests are admitted fairly. At the end, every answer is compared with the expected
+answer, and every block, slot, order and reference is accounted for.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def play_each(
 ) -> None:
     """Run the script of each seed in a folder of its own. An exception names its seed.
 
-    With every odd seed, the limits on the pages of one scheduler step are only a few pages, so that
-    the work is split over several steps.
+    With an odd seed, a scheduler step is limited to a few pages, so that the work is split over
+    several steps.
 
     Args:
         play: runs one script, and may return counts of the cases that the script is meant to
@@ -129,9 +129,9 @@ class Script:
     Attributes:
         steps: possible numbers of engine steps before an action.
         passes: possible numbers of seconds by which the clock advances before an action.
-        left: the context that a job last left, by the job's number.
+        left: the context that each job last replaced, by the job's number.
         sent: requests by ID.
-        faulty: the worker's transfers, in which faults can be injected; None without any.
+        faulty: the worker's transfers, in which faults can be injected; None without faults.
     """
 
     steps: Sequence[int] = range(6)
@@ -172,8 +172,8 @@ class Script:
     # -- actions ---------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Send a turn of a random job with its whole context or the start of it. The context may
-        grow."""
+        """Send a turn of a random job, with the whole context or only the start of it. In some
+        cases, the context then grows by the answer and new text."""
         rng, job = self.rng, self.rng.randrange(len(self.contexts))
         context = self.contexts[job]
         prompt = context[: rng.randrange(1, len(context) + 1)] if rng.random() < 0.4 else context
@@ -247,8 +247,8 @@ class Script:
         return False
 
     def hint(self) -> None:
-        """Carry out random hints on the KV of jobs and contexts, in some cases by a live
-        request."""
+        """Carry out random hints about the KV of jobs and contexts, in some cases on behalf of a
+        live request."""
         rng = self.rng
         hints = [self.some_hint() for _ in range(rng.choice([1, 3]))]
         live = rng.choice([*self.sent, "nobody"][-8:])
@@ -286,14 +286,14 @@ class Script:
     # -- the end ----------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Run all requests to the end. Asserts that the answers are right and that no resource is
+        """Run all requests to the end. Asserts that the answers are correct and that no resource is
         still held."""
         rig = self.rig
         rig.run()
         for name, sent in self.sent.items():
             self.check(name, sent.answer())
         if rig.half is not None:
-            rig.now += 5 * 3600  # longer than any gap is waited for
+            rig.now += 5 * 3600  # longer than the connector waits for any next turn
             for i in range(2):
                 rig.wait_for_worker()
                 rig.ask(f"last{i}", text(1, seed=1), max_tokens=8)
@@ -362,7 +362,8 @@ def choose_restores(rig: EngineRig, rng: random.Random) -> None:
 
 
 class AnyDecision(StatelessPolicy):
-    """Random decisions of every kind, both before and after the tool calls are read."""
+    """A policy that makes random decisions of every type, both before and after tool calls are
+    read."""
 
     reads_tools = True
 

@@ -105,8 +105,9 @@ def absolute_sibling(module: Module) -> Iterator[str]:
 
 
 def sibling_loaded_twice(module: Module) -> Iterator[str]:
-    """``python -m bench.sim`` runs its module in the package ``bench``. A relative import there
-    would load a sibling a second time, under a different module name."""
+    """Bench commands have no relative imports. ``python -m bench.sim`` runs its module in the
+    package ``bench``, so a relative import would load a sibling a second time, under another
+    name."""
     for level, name in module.imports() if _is_bench_command(module) else ():
         if level:
             yield f"{'.' * level}{name}: write tiered_kv.bench..."
@@ -126,7 +127,8 @@ def relative_stranger(module: Module) -> Iterator[str]:
 
 
 def uninstalled_name(module: Module) -> Iterator[str]:
-    """A top-level folder's own name can be imported only in a checkout."""
+    """Top-level folders are imported by their installed names. Their own names can be imported only
+    in a checkout."""
     for level, name in module.imports():
         top = name.partition(".")[0]
         if not level and top in INSTALLED:
@@ -256,7 +258,7 @@ def import_circle(all_modules: list[Module]) -> Iterator[str]:
 
 def contract_without_suite(all_modules: list[Module]) -> Iterator[str]:
     """Every public contract has a conformance suite, which takes the class to test. The engine port
-    has none: its tests run on two engines."""
+    needs none, because its tests run on two engines."""
     suites = [m for m in all_modules if m.package == "tiered_kv.testing.conformance"]
     tested = {
         alias.name
@@ -351,7 +353,7 @@ def test_pages_name_files_that_exist() -> None:
         f"{page.name}: {name}"
         for page in sorted((ROOT / "docs").glob("*.md"))
         for line in page.read_text(encoding="utf-8").splitlines()
-        if "the code is at" not in line  # of an earlier commit
+        if "the code is at" not in line  # the line refers to an earlier commit
         for name in re.findall(r"`([\w/]+\.py)`", line)
         if not any(file.endswith(f"/{name}") for file in files)
     ]

@@ -241,8 +241,8 @@ def test_a_cpu_tier_that_does_not_fit_is_refused_with_a_size_that_does() -> None
 
 
 def test_all_ranks_of_a_machine_share_its_memory() -> None:
-    """Each rank sees all of the machine's memory, because the other ranks have not allocated theirs
-    yet."""
+    """A CPU tier needs 375 GiB per rank, and each rank sees 500 GiB available. The tier is refused
+    if eight ranks share this memory, and accepted if each rank has a machine of its own."""
     config = TierConfig(cpu_gib=3000)
     with pytest.raises(ConfigError, match="8 of 8 ranks"):
         check_cpu_size(config, 8, 8, 512 * GIB, 500 * GIB)

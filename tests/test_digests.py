@@ -1,4 +1,4 @@
-"""File digests are correct, and unchanged files are not read again."""
+"""File digests are correct, and unchanged large files are not read again."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def test_a_corrupt_cache_is_ignored_and_replaced(
 @pytest.mark.usefixtures("all_are_cached")
 @pytest.mark.parametrize("digest", [None, 7, ["x"]])
 def test_a_corrupt_entry_is_ignored(tmp_path: Path, digest: object) -> None:
-    """Otherwise, two models whose cached digest is "null" would share pages."""
+    """A cached digest that is not a string is ignored. Otherwise, two models whose cached digest is
+    ``null`` would share pages."""
     (path,) = weights(tmp_path, a=b"1")
     cache, stat = tmp_path / "digests.json", path.stat()
     cache.write_text(json.dumps({str(path.resolve()): [stat.st_size, stat.st_mtime_ns, digest]}))

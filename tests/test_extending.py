@@ -72,7 +72,7 @@ def test_all_parts_pass_their_suites(package: Path) -> None:
     assert int(done.stdout.rpartition(" passed")[0].split()[-1]) > 40, done.stdout
 
 
-def test_a_server_runs_on_all_of_them(
+def test_a_server_runs_with_all_parts(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACME_KV_FOLDER", str(tmp_path / "shared"))
@@ -110,7 +110,7 @@ def test_a_server_runs_on_all_of_them(
     assert 0 < second < first, "what SSD has from before is saved again to free slots only"
 
 
-def test_the_simulator_runs_them(package: Path) -> None:
+def test_the_simulator_runs_the_policy_and_the_eviction_rule(package: Path) -> None:
     command = re.search(r"^python -m bench\.sim (.*)$", PAGE, re.MULTILINE)
     assert command is not None
     words = shlex.split(command.group(1))

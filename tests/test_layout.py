@@ -19,7 +19,8 @@ from tiered_kv.page_group import PageLayout, Placement, page_layout
 from tiered_kv.testing.conformance.transfer import addresses
 
 ORDERS = ["LBH", "LHB", "BLH"]
-"""Memory layouts, axes from outermost to innermost: vLLM's LBHNC and LBNHC, LHBNC, and BLHNC."""
+"""Memory layouts, named by their axes from outermost to innermost. vLLM's names for them are LBHNC
+or LBNHC, LHBNC, and BLHNC."""
 
 
 @dataclass(frozen=True)

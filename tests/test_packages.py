@@ -20,7 +20,7 @@ WHOLE = (
     "testing.rig",
     "testing.vllm",
 )
-"""Subpackages that contain an engine with the connector, and so import everything."""
+"""Subpackages that run an engine with the connector, and therefore import everything."""
 NEEDS_TORCH = {f"tiered_kv.transfer.cuda.{name}" for name in ("backend", "page_views", "staging")}
 
 

@@ -37,7 +37,8 @@ def test_sections_that_do_not_form_a_page_are_refused() -> None:
 
 
 def test_a_fingerprint_contains_the_types_only_if_there_are_several() -> None:
-    """Pages with one element type keep the fingerprints that they had before sections existed."""
+    """A group's description lists the sections only if pages have several element types. Pages with
+    one type keep the fingerprints that they had before sections existed."""
     plain = PageGroup(0, 16, LAYOUT, ElementType.BF16, arrangement="NHD")
     assert plain.describe() == "2x1024 NHD"
     one = PageGroup(0, 16, LAYOUT, sections=(CONV, SSM) * 2)

@@ -25,14 +25,15 @@ CONSTRUCTOR_PARAMETERS = 8
 ORDER_TESTS = 10
 SMALL_WITH_ONE_IMPORTER = 4
 WHOLE_TURN, END_OF_TURN, TURN_FROM_SSD = 67, 41, 73
-"""Number of product files whose functions run during a turn with every tier and a trace, during the
-end of a turn, and during a turn whose context is read from SSD."""
+"""Numbers of product files whose functions run during a turn with every tier and a trace, during
+the end of a turn, and during a turn whose context is read from SSD."""
 AT_INTERVALS = {
     "connectors/runtime/policy_state.py",
     "connectors/runtime/step_timer.py",
     "tiered_kv/storage/store/folders.py",
 }
-"""Files that run once in a while, whether or not that happens during the turn from SSD."""
+"""Files that run only at intervals. They do not count in the turn from SSD, because an interval may
+or may not end during that turn."""
 
 
 def product() -> list[Module]:

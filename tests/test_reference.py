@@ -12,6 +12,6 @@ REFERENCE = runpy.run_path(str(ROOT / "scripts" / "reference"))
 
 
 @pytest.mark.parametrize("page", REFERENCE["PAGES"])
-def test_a_page_is_as_written(page: str) -> None:
+def test_a_reference_page_matches_the_code(page: str) -> None:
     kept = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     assert kept == REFERENCE["text"](page), "run scripts/reference"

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Set as AbstractSet
 
 LAST_BREATH_S = 2.0
-"""Time in which a thread that was told to stop may return."""
+"""Seconds that a thread has to return after it was told to stop."""
 
 
 def running_threads() -> frozenset[threading.Thread]:

@@ -24,8 +24,8 @@ TOLD = (
 
 
 class WithoutAvx512(importlib.abc.MetaPathFinder):
-    """Patches ``torch.cpu`` right after its import. Importing torch here would slow down every
-    process."""
+    """An import hook that patches ``torch.cpu`` as soon as it is imported. Importing torch in this
+    module would slow down every process."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

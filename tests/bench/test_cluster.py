@@ -28,7 +28,8 @@ GET = b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n"
 
 
 def answered(port: int, *requests: bytes) -> bytes:
-    """Send requests together, and return the answers received until the connection is closed."""
+    """Send all requests in one piece, and return the answers received until the connection is
+    closed."""
     with socket.create_connection(("127.0.0.1", port), 30) as connection:
         connection.sendall(b"".join(requests) + QUIT)
         return b"".join(iter(lambda: connection.recv(1 << 16), b"")).removesuffix(b"+OK\r\n")

@@ -1,4 +1,4 @@
-"""The codec benchmark's figures are computed as their names say."""
+"""Figures of the codec benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench.identities: the turns that it counts as recognised, and the requests that it generates."""
+"""``bench.identities``: the turns that count as recognised, and the requests that are generated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAIN, CHILD = ("main", None), ("child", "main")
 def judged(*turns: tuple[tuple[str, str | None], str | None, str | None]) -> Recognised:
     """Return the result for the turns of one client.
 
-    Each turn has the agent and parent agent that sent it, and the job and parent job that the
-    server recognised.
+    Each turn is given with the agent that sent it, the parent of this agent, and the job and parent
+    job that the server recognised.
     """
     sent = [Sent("c", 0, "/v1/messages", agent, parent) for (agent, parent), _, _ in turns]
     records = [

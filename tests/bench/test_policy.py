@@ -1,4 +1,4 @@
-"""The policy benchmark reads recordings correctly, and computes its figures as their names say."""
+"""The policy benchmark: how recordings are read, and how the figures are computed."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ def test_clients_that_do_not_name_their_tools() -> None:
 def test_every_session_is_tested_once_on_a_fold_without_it_or_its_sub_agents(
     names: list[str], folds: int
 ) -> None:
-    """The folds do not depend on the order of sessions in the file."""
+    """For any order of sessions, each session is tested in exactly one fold, together with its
+    sub-agents. The fold learns from all other sessions."""
     sessions = [session(name, 1.0) for name in names]
     sessions += [replace(session(f"{name}/agent", 2.0), split_by=name) for name in names[:3]]
     made = list(in_folds(sessions, lambda one: fold_of(one, folds)))
@@ -185,7 +186,7 @@ def test_the_clairvoyant_takes_all_there_is() -> None:
 
 
 class Watched(Clairvoyant):
-    """Pins everything, and records its calls."""
+    """A policy that pins everything, and records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,8 +223,8 @@ def test_coverage_is_measured_where_there_is_a_forecast() -> None:
 
 
 def trials(*utilities: float) -> list[Trial]:
-    """Return two gaps for each of twenty sessions. The clairvoyant policy gains a second in each
-    gap."""
+    """Return the trials of two gaps in each of twenty sessions, with these utilities. The last
+    utility is repeated. The clairvoyant policy gains a second in each gap."""
     rest = [utilities[-1]] * (40 - len(utilities))
     return [
         Trial(f"{n // 2}", utility, 1.0, True, None, 0)
@@ -285,7 +286,7 @@ def test_the_command_prints_one_object_and_explains_what_it_cannot_read(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded sessions here")
-def test_what_is_promised_of_recorded_sessions() -> None:
+def test_our_policy_reaches_the_documented_figures_on_recorded_sessions() -> None:
     only = "claude_code_sessions"
     sources = {only: read_sources(TRACES)[only]}
     result = measure(sources, lambda one: fold_of(one, 5), lambda done: None)

@@ -1,4 +1,4 @@
-"""``bench.remote``: the plain byte stream to which a store is compared, and the times of
+"""``bench.remote``: the plain byte stream that a store is compared with, and the times of
 lookups."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""bench.scale: what its step times include, and that vLLM's own offloader works in its engines."""
+"""``bench.scale``: what the step times include, and whether vLLM's own offloader works."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_an_arrival_is_part_of_no_step() -> None:
 
 
 def make_slow(connector: Any) -> None:
-    """Make the connector's own arrival hook, which the timed hook calls, take ``BUSY_S``."""
+    """Make the connector's own arrival hook, which the timed hook calls, use ``BUSY_S`` seconds of
+    CPU time."""
     half = connector.scheduler_half
     hook = half.on_arrived
 

@@ -109,11 +109,11 @@ def test_a_turn_that_waits_beyond_the_limit_while_later_ones_are_served_was_over
     ],
     ids=["within the limit", "sent before", "served after"],
 )
-def test_a_turn_that_waits_beyond_the_limit_on_a_slow_server_was_not(other: Turn) -> None:
+def test_a_turn_that_waits_beyond_the_limit_on_a_slow_server_was_not_overtaken(other: Turn) -> None:
     assert overtaken([turn(sent_at=0.0, wait_s=30.0), other], limit_s=10.0) == 0
 
 
-def test_answers_differ_if_stock_was_sure_of_the_first_token_that_does() -> None:
+def test_answers_differ_if_stock_was_sure_of_the_first_token_that_differs() -> None:
     assert compare([turn(tokens="abx")], [turn(tokens="abc")]) == (1, 1)
     assert compare([turn(tokens="abx")], [turn(tokens="abc", margin=SURE_NATS / 2)]) == (1, 0)
     assert compare([turn(tokens="ab")], [turn(tokens="abc")]) == (1, 1), "one ended early"

@@ -1,4 +1,4 @@
-"""The store benchmark's figures are computed as their names say."""
+"""Measurements of the store benchmark, and the sparse store that it builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bench.transfer``: page layouts of real models, valid copy jobs, and the minimum over all
+"""``bench.transfer``: page layouts of real models, batches of copies, and the minimum over all
 rows."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls of the snapshot commands, and parsing of their output."""
+"""Helpers that call the snapshot commands, and parse their output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def invoke(*arguments: object, code: int = 0) -> Result:
 
 
 def rows(result: Result) -> dict[str, str]:
-    """Return the rows of a printed table, by their first cell."""
+    """Return the last cell of each row of a printed table, by the first cell."""
     cells = [line.split("  ", 1) for line in result.stdout.splitlines()]
     return {row[0].strip(): row[-1].strip() for row in cells}
 
 
 def sentence(*arguments: object) -> str:
-    """Return the message of a refused command."""
+    """Call a command that must be refused with one printable line, and return the message."""
     result = invoke(*arguments, code=2)
     assert result.stdout == ""
     assert result.stderr.startswith("tiered-kv: ")

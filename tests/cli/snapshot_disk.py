@@ -17,7 +17,7 @@ def make_snapshot(
     """Create a snapshot in which every token has KV.
 
     Args:
-        changes: fields of its manifest.
+        changes: fields of the manifest that differ from the defaults.
     """
     manifest = replace(
         outline(PLAIN, ranks),

@@ -1,4 +1,4 @@
-"""A root folder with stores, and the output of ``tiered-kv store`` for it."""
+"""Helpers that create stores in a root folder, and run ``tiered-kv store`` on the folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ OTHER = bytes(15) + b"\1"
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    """Run a command. Return its standard output, or for exit code 2 its one-line error."""
+    """Run a command, and return its standard output. For exit code 2, returns its one-line
+    error."""
     result = CliRunner().invoke(app, ["store", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -34,7 +34,8 @@ SPAN, BLOCK = (
 
 
 def documented() -> list[str]:
-    """Return the commands in all documents. Words separated by ``|`` are alternatives."""
+    """Return the commands in all documents, one for each combination of words separated by
+    ``|``."""
     found = dict[str, None]()
     for path in DOCUMENTS:
         text = path.read_text()

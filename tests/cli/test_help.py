@@ -50,7 +50,7 @@ def test_a_missing_argument_has_its_name_from_the_help() -> None:
 
 
 def test_gc_checks_its_path_before_its_options(tmp_path: Path) -> None:
-    """A missing folder is reported before invalid options."""
+    """A missing folder, or a folder without stores, is reported before invalid options."""
     for options in ([], ["--all", "--older-than", 3], ["--fingerprint", "xyz"]):
         assert "does not exist" in said("store", "gc", tmp_path / "nowhere", *options, code=2)
         assert "contains no store" in said("store", "gc", tmp_path, *options, code=2)

@@ -71,7 +71,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(root: Path) -> Iterator[RouteServer]:
-    """A server that creates a real snapshot of any job, and reads the snapshots that it
+    """A stub server that creates a real snapshot of any job, and reads the snapshots that it
     restores."""
     server = RouteServer({})
     server.answers[SNAPSHOTS] = said({"folder": str(root), "snapshots": []})

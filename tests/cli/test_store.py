@@ -52,7 +52,8 @@ def test_ls_and_stat_agree_with_the_store(disk: Disk) -> None:
 def test_ls_skips_a_deleted_segment_and_names_an_unreadable_one(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, error: type[OSError], code: int
 ) -> None:
-    """A running server may delete a segment while the command reads the others."""
+    """A segment that is deleted while the command reads the store is skipped, because a running
+    server may do that. An unreadable segment is reported, and the exit code is 1."""
     disk.fill(40)
     (segment,) = disk.root.rglob("*.seg")
     stat = Path.stat
@@ -213,7 +214,8 @@ def test_an_unreadable_folder_is_not_taken_for_an_empty_one(disk: Disk, depth: i
 
 
 def test_page_ages_are_sorted(disk: Disk) -> None:
-    """The page ages are sorted from the newest to the oldest, and all are below a minute."""
+    """``tiered-kv store stat`` reports the page ages from the newest to the oldest, and all are
+    below a minute."""
     disk.fill(20)
     found = run_json("stat", disk.root)["page_age_s"]
     assert list(found) == ["newest", "p10", "p50", "p90", "oldest"]

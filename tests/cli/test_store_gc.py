@@ -47,7 +47,8 @@ def test_gc_removes_what_is_selected_and_no_more(disk: Disk) -> None:
 
 @pytest.mark.parametrize("last_use", [-5.0, 0.0, 3600.0])
 def test_a_store_used_while_the_clock_was_wrong_has_no_age(disk: Disk, last_use: float) -> None:
-    """The store may have been used a minute ago."""
+    """A store whose last use is dated 1969 or 1970 is not deleted by age, because it may have been
+    used a minute ago. ``--all`` deletes it."""
     folder = disk.fill(10)
     os.utime(folder / "lock", (last_use, last_use))
     assert run_json("gc", disk.root, "--older-than", 1)["removed"] == []

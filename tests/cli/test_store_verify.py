@@ -31,8 +31,8 @@ def test_a_store_in_use_can_be_verified(disk: Disk, live: SegmentStore) -> None:
 
 
 def test_what_a_killed_process_was_writing_is_not_damage(disk: Disk, live: SegmentStore) -> None:
-    """The segment ends in an incomplete group, because the second of three records was never
-    written."""
+    """A killed process wrote the first and third record of a group, but not the second. The store
+    verifies, and has the 20 earlier pages and these two."""
     (path,) = live.options.folder.glob("*.seg")
     disk.put(live, 100, 101, 102)
     entry = disk.inventory.pages[page_key(101)].entry
@@ -89,7 +89,8 @@ def test_a_flipped_byte_is_found_and_its_page_named(disk: Disk, codec: str, what
 def test_a_flipped_byte_in_the_frame_of_a_segment_is_found(
     disk: Disk, offset: int, pages: int
 ) -> None:
-    """Without its header, no page of the segment can be read. Without its footer, all can."""
+    """A flipped byte in the header block or the footer of a segment is reported. No page can be
+    read if the header is damaged. All 40 can be read if its padding or the footer is damaged."""
     disk.fill(40)
     (segment,) = disk.inventory.segments
     flip(segment.path, offset)
@@ -112,8 +113,8 @@ def test_a_lost_record_of_an_unsealed_segment_is_found(disk: Disk, live: Segment
 def test_only_what_was_written_last_may_be_missing(
     disk: Disk, live: SegmentStore, lost: int, found: bool
 ) -> None:
-    """The last page before the last group was durable. The first page of the last group may not
-    have been."""
+    """Page 19 was durable before the last group was written, so its damage is reported. Page 20
+    belongs to the last group and may never have been durable, so its damage is not reported."""
     disk.put(live, *range(20, 30))
     place = disk.inventory.pages[page_key(lost)]
     flip(place.segment.path, place.entry.offset + 20)
@@ -179,7 +180,8 @@ def test_a_segment_that_lost_its_end_is_found(disk: Disk, lost: int) -> None:
 
 
 def test_a_segment_without_a_page_yet_is_not_bad(disk: Disk, live: SegmentStore) -> None:
-    """The segment's process died before it wrote the header, or is about to write it."""
+    """A segment that is empty or contains only zeros is not reported, because its process may have
+    died before it wrote the header, or may be about to write it."""
     for number, size in ((2, 0), (3, 1 << 20)):
         path = live.options.folder / f"{number:08}.seg"
         path.touch()
@@ -189,7 +191,8 @@ def test_a_segment_without_a_page_yet_is_not_bad(disk: Disk, live: SegmentStore)
 
 
 def test_a_store_that_is_written_all_the_time_verifies(disk: Disk) -> None:
-    """Segments are created, sealed and deleted while the command reads them."""
+    """Segments are created, sealed and deleted while the command reads them. The command never
+    reports damage."""
     store = disk.open()
     done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""An example of a codec of another package: it stores bytes minus the most frequent byte."""
+"""An example of a third-party codec, which subtracts the most frequent byte from all bytes."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def test_any_page_comes_back_from_any_codec(
     content: Callable[[PageFormat, int], Bytes],
     seed: int,
 ) -> None:
-    """This also holds for a codec that was trained on other pages, or recreated from its table."""
+    """Any page is decoded exactly, by an untrained codec and by one that was trained on other
+    pages. The decoder is recreated from the codec's table."""
     like, how_many = training
     page = content(page_format, seed)
     for name in ("raw", "zstd", "zstd:3", "centred"):
@@ -115,8 +116,8 @@ def test_pages_may_be_read_only_and_lie_anywhere() -> None:
 
 
 def test_a_page_can_be_taken_apart_with_plain_zstd() -> None:
-    """Only zstd is needed to decode the format: the frame holds the exponents, the plane the signs
-    and mantissas."""
+    """A page is decoded by hand with plain zstd. The frame holds the exponents, and the plane holds
+    the signs and mantissas."""
     page_format = PageFormat(ElementType.BF16, 64 * 1024, 16)
     page = synthetic_page(page_format)
     encoded = CentredCodec(page_format).encode(page)
@@ -206,7 +207,8 @@ def test_training_without_pages_or_without_channels_learns_nothing() -> None:
 
 
 def test_a_page_of_another_size_is_refused_by_every_method() -> None:
-    """The kernels do not check sizes, so the methods must."""
+    """Encoding, decoding and training raise ValueError for a page of the wrong size, because the
+    kernels do not check sizes."""
     page_format = PageFormat(ElementType.BF16, 1024, 16)
     codec, short = CentredCodec(page_format), np.zeros(1022, dtype=np.uint8)
     encoded = codec.encode(np.zeros(1024, dtype=np.uint8))
@@ -252,7 +254,8 @@ def test_without_cffi_another_encoder_is_used(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_numba_is_imported_only_to_encode() -> None:
-    """Importing numba takes longer than importing the rest of the core."""
+    """Importing ``tiered_kv.codecs.autotune`` does not import numba, which takes longer to import
+    than the rest of the core."""
     script = "import sys, tiered_kv.codecs.autotune; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 

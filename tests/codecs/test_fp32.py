@@ -90,7 +90,8 @@ def test_planes_of_fp32_are_not_taken_for_one_another() -> None:
 
 
 def test_kv_in_fp32_is_centred() -> None:
-    """Each channel of 16 tokens has its own exponent."""
+    """In the pages, each channel of 16 tokens has one exponent. Training reduces the encoded
+    exponents to less than 0.02 bytes per number, and pages are decoded exactly."""
     scales = np.exp2(np.random.default_rng(0).integers(-8, 8, (COUNT // 16 // 64, 1, 64)))
     pages = [
         (1 + np.random.default_rng(i).random((COUNT // 16 // 64, 16, 64)))

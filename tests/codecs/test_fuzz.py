@@ -143,7 +143,8 @@ def test_a_frame_with_64_mib_fills_no_more_than_a_page() -> None:
 
 
 def test_a_frame_that_asks_for_a_huge_window_gets_none() -> None:
-    """A truncated frame cannot be decoded in one piece, so zstd would allocate its window."""
+    """A truncated frame with a window of 2 GiB is refused. zstd cannot decode a truncated frame in
+    one piece, so it would otherwise allocate the window."""
     flags, huge = 0x40, 0xA8  # 2**31 bytes
     header = b"\x28\xb5\x2f\xfd" + bytes([flags, huge]) + struct.pack("<H", SIZE - 256)
     parameters = zstandard.get_frame_parameters(header)

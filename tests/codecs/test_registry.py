@@ -1,4 +1,4 @@
-"""Codecs are found by name, and by what a segment records, including other packages' codecs."""
+"""Codecs, including those of other packages, are found by name and by what a segment records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pages with several element types: each type is encoded by a suitable codec, bit-exactly."""
+"""Pages with several element types. Each type is encoded by a suitable codec, and pages are decoded
+exactly."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def _suite(page_format: PageFormat) -> type[_Sections]:
 
 
 class TestSections(_Sections):
-    """The conformance suite with its own page formats."""
+    """The codec conformance suite with its default page formats."""
 
 
 TestBf16AndFp32 = _suite(FORMATS["bf16 and fp32"])
@@ -141,7 +142,8 @@ def test_each_type_has_the_codec_that_suits_it() -> None:
 
 
 def test_short_sections_of_one_type_are_a_page_of_that_type() -> None:
-    """Each type costs one frame and one table, regardless of the number of layers."""
+    """The short sections of each type are encoded together, so that a type costs one frame and one
+    table, regardless of the number of layers."""
     page = synthetic_page(STATE)
     stored = SectionsCodec(STATE).encode(page)
     conv = np.concatenate([page[:1280], page[8192:9472]])
@@ -157,7 +159,8 @@ def test_short_sections_of_one_type_are_a_page_of_that_type() -> None:
 
 
 def test_long_sections_are_parts_of_their_own() -> None:
-    """Long sections are not copied together before encoding."""
+    """Sections of one type are encoded together until they have ``PART_BYTES``, so that long
+    sections need not be copied together. Such pages are decoded exactly."""
     long, short = (FP32, PART_BYTES), (BF16, PART_BYTES // 2)
     assert list(divide(mixed(short, long, short, long, short))) == [(1,), (0, 2), (3,), (4,)]
     assert list(divide(mixed((FP32, PART_BYTES - 1), (BF16, 1), long))) == [(0, 2), (1,)]
@@ -196,7 +199,8 @@ def test_a_page_of_another_size_is_refused_by_every_method() -> None:
 
 
 def test_pages_of_several_types_are_measured_with_every_codec() -> None:
-    """On a disk with 1 MB/s only the size matters."""
+    """On a disk with 1 MB/s, only the size of pages matters. The measurement chooses the sections
+    codec for pages of several types, and centred for fp32 states."""
     page_format = mixed((BF16, 64 * 1024), (FP32, 64 * 1024))
     choice = choose(page_format, disk_read_mbs=1, disk_write_mbs=1, cores=1)
     assert choice.codec == SectionsCodec(page_format) == parse("centred")(page_format)

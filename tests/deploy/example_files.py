@@ -21,7 +21,7 @@ COMPOSE, KUBERNETES, SCRIPT = (
     EXAMPLES / name for name in ("compose.yaml", "kubernetes.yaml", "two_engines.sh")
 )
 DEFAULTED = re.compile(r"\$\{\w+:-([^}]*)\}")
-"""A variable with a default in Compose's syntax."""
+"""Matches a variable with a default in Compose's syntax."""
 
 STUB = """#!/usr/bin/env python3
 import json, os, pathlib, signal, sys
@@ -33,14 +33,15 @@ part.rename(part.with_suffix(".json"))
 if said["program"] != "vllm-router":
     signal.pause()
 """
-"""Program that records its arguments and environment. As a server, it then runs until it is
+"""Stub program that records its arguments and environment. As a server, it then runs until it is
 killed."""
 
 CURL = r"""#!/usr/bin/env bash
 url="${!#}" port="${url%/health}"
 grep -q "\"--port\", \"${port##*:}\"" "$CALLS"/*.json && grep -q valkey-server "$CALLS"/*.json
 """
-"""Succeeds once the store and the server on the given port have recorded their calls."""
+"""Stub of curl that succeeds once the store and the server on the given port have recorded their
+calls."""
 
 
 @dataclass(frozen=True, slots=True)

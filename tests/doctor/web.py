@@ -1,4 +1,4 @@
-"""Small web servers in this process, for tests of clients of a running server."""
+"""Small web servers that run in the test's process, for tests of clients of a running server."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class Vram:
         return copied
 
     def writer(self) -> Callable[[int, NDArray[np.int64], Bytes], None]:
-        """Return a function that writes pages on the compute stream without waiting on the CPU.
-        Indices and pages are uploaded only once."""
+        """Return a function that writes pages on the compute stream without blocking the CPU. It
+        uploads each page and its indices only once."""
         indices: dict[int, Any] = {}
         pages: dict[int, Any] = {}
 
@@ -77,7 +77,8 @@ class Vram:
 
 
 def keep_busy(cycles: int) -> None:
-    """Keep the GPU behind the CPU: the compute stream sleeps for some cycles."""
+    """Make the compute stream sleep for this number of GPU cycles, so that the GPU falls behind the
+    CPU."""
     torch.cuda._sleep(cycles)  # noqa: SLF001 - torch has no other
 
 

@@ -1,4 +1,5 @@
-"""The second engine with its KV in VRAM: the worker half, and copies during a forward pass."""
+"""The project's second engine, a minimal one without vLLM, with its KV in VRAM: the worker half,
+and copies during a forward pass."""
 
 from __future__ import annotations
 

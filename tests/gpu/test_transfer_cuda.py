@@ -1,4 +1,4 @@
-"""The CUDA transfer backend fulfils the transfer contract. Skipped without CUDA."""
+"""The CUDA transfer backend, with the transfer conformance suite. Skipped without CUDA."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_pages_of_every_kind_come_back_bit_for_bit(kind: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_a_tensor_of_every_dtype_is_restored_exactly(dtype: str, way: str) -> None:
-    """The elements are random bytes, so that NaNs with many payloads are among them."""
+    """A tensor of random bytes, which include NaNs with many payloads, is saved and loaded in
+    reverse order. Every byte is restored."""
     kind = getattr(torch, dtype)
     shape = (3, BLOCKS, 2, TOKENS, 2, 64)  # layers, blocks, keys and values, tokens, heads
     page = int(np.prod(shape[2:])) * kind.itemsize
@@ -132,7 +133,8 @@ def test_more_pages_than_a_buffer_holds_are_copied(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_beyond_four_gib_are_copied(way: str) -> None:
-    """Byte offsets in VRAM and in CPU memory exceed 32 bits, as in real KV caches."""
+    """Three pages are saved and loaded. Their byte offsets in VRAM and in CPU memory exceed 32
+    bits, as in real KV caches. Each page arrives in the correct place, and nothing else changes."""
     page = 64 << 20
     layout = PageLayout((Region(0, 2, 5 << 30, page, page // 2),), 66)
     storage = torch.zeros(layout.storage_bytes, dtype=torch.uint8, device="cuda")
@@ -165,7 +167,8 @@ def test_pages_beyond_four_gib_are_copied(way: str) -> None:
 
 
 def test_memory_that_cannot_be_pinned_does_not_affect_later_calls() -> None:
-    """CUDA keeps the error of a call, and torch would attribute it to its next kernel."""
+    """Memory that is already pinned cannot be pinned again. A torch kernel that runs after this
+    error succeeds, although CUDA keeps the error of a call."""
     with closing(CpuPool(pinned(AnonymousMemory(4 * (1 << 20))), 1 << 20)) as pool:
         with pytest.raises(CudaError):
             CudaRuntime(cuda_major()).register(pool.slots.ctypes.data, pool.slots.nbytes)

@@ -19,7 +19,7 @@ BLOCKS = 64
 RUN = 16 << 10
 LAYOUT = page_layout([Placement(8, BLOCKS * RUN, RUN, 0)], BLOCKS)
 WHILE = 20_000_000
-"""Number of GPU cycles, about ten milliseconds."""
+"""Number of GPU cycles that take about 10 ms."""
 
 
 def kv(gpu: Vram) -> torch.Tensor:
@@ -46,8 +46,9 @@ def test_a_save_reads_what_a_late_compute_stream_writes_before_it(way: str) -> N
 
 
 def test_a_save_is_not_disturbed_by_a_compute_stream_that_rewrites_other_blocks(way: str) -> None:
-    """The save does not disturb the compute stream's writes either. Once a save is reported, its
-    blocks may be overwritten immediately."""
+    """Even blocks are saved while the compute stream rewrites the odd blocks. The saved pages and
+    the odd blocks are correct, although the even blocks are overwritten as soon as the save is
+    reported."""
     with vram(way, LAYOUT, BLOCKS) as gpu:
         even = range(0, BLOCKS, 2)
         for value in range(1, 100):
@@ -89,8 +90,8 @@ def test_what_is_enqueued_after_run_sees_the_load(way: str) -> None:
 
 
 def test_a_block_is_saved_and_loaded_back_to_back_without_a_pause(way: str) -> None:
-    """Save a block, load it into another, and overwrite the source, a thousand times. The CPU never
-    waits."""
+    """A block is saved, loaded into another block and overwritten, a thousand times, without a wait
+    on the CPU. Each load has the value that was saved."""
     with vram(way, LAYOUT, 4) as gpu:
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for number in range(1000):
@@ -121,8 +122,8 @@ def test_concurrent_saves_and_loads_do_not_mix(way: str) -> None:
 
 
 def test_replays_of_a_cuda_graph_are_ordered_like_other_work(way: str) -> None:
-    """The graph adds one to every byte. Saves and loads between its replays see the values from the
-    time of their submission."""
+    """A graph that adds one to every byte is replayed twice, with a save between the replays and a
+    load after the second. The load undoes each second replay."""
     with vram(way, LAYOUT, BLOCKS) as gpu:
         kv(gpu).zero_()
         torch.cuda.synchronize()
@@ -179,7 +180,8 @@ def test_every_page_is_right_after_a_hundred_thousand_random_operations(way: str
 
 
 def test_a_page_in_vram_has_the_addresses_of_its_layout(way: str) -> None:
-    """Check the view ``kv`` of this file against the addresses of the conformance suite."""
+    """A saved page equals the block at the layout's addresses and the block in this file's ``kv``
+    view."""
     with vram(way, LAYOUT, 1) as gpu:
         gpu.backend.run(CopyJob(1, Direction.SAVE, [5], [0]))
         gpu.backend.drain()

@@ -32,7 +32,7 @@ from .world import KEYS, PAGE_BYTES, Bundle, Flight, Page, World
 
 
 class OrdersMachine(World):
-    """After any sequence of rules, the order book and the model agree."""
+    """A state machine whose order book and model must agree after any sequence of rules."""
 
     # -- actions of the scheduler --------------------------------------------------
 
@@ -128,7 +128,7 @@ class OrdersMachine(World):
 
     @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
     def demote(self, data: st.DataObject, keys: list[PageKey]) -> None:
-        """Demote pages to SSD. Some are already there, being demoted, or missing."""
+        """Demote pages to SSD. Some of the pages are already on SSD, being demoted, or missing."""
         on_the_way = {p.key for f in self.flights.values() if self.is_demotion(f) for p in f.pages}
         order = self.planner.plan_demote(SSD, keys, due=0.0)
 
@@ -147,7 +147,8 @@ class OrdersMachine(World):
     @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
     @precondition(lambda self: self.on_ssd)
     def promote(self, data: st.DataObject, keys: list[PageKey]) -> None:
-        """Promote pages from SSD. Some are already in CPU memory, or being promoted."""
+        """Promote pages from SSD. Some of the pages are already in CPU memory, or being
+        promoted."""
         wanted = [k for k in dict.fromkeys(keys) if k in self.on_ssd and k not in self.pages]
         before = dict(self.pages)
         idle = {key for key in before if self.idle(key)}
@@ -171,7 +172,7 @@ class OrdersMachine(World):
 
     @rule(data=st.data())
     def disturb(self, data: st.DataObject) -> None:
-        """Run one of several unrelated actions."""
+        """Apply one of several other actions to a random page."""
         key = data.draw(st.sampled_from(KEYS))
         what = [
             self.use,
@@ -193,7 +194,8 @@ class OrdersMachine(World):
         self.pages.pop(key, None)
 
     def restore_what_is_not_readable(self, key: PageKey) -> None:
-        """Order an invalid restore. It must not leave earlier pages locked."""
+        """Order a restore that includes an unreadable page. The order must be refused, and must not
+        leave the readable pages locked."""
         if self.readable(key):
             return
         readable = [page.key for page in self.pages.values() if page.whole]
@@ -205,8 +207,8 @@ class OrdersMachine(World):
         raise AssertionError("an unreadable page was ordered")
 
     def report_from_nowhere(self, _: PageKey) -> None:
-        """Report orders that the order book did not issue: a restore that was made to fail (id 0),
-        and an order of an earlier engine."""
+        """Report orders that the order book did not issue: order 0, which is never issued, and an
+        order of another engine."""
         report = OrderReport(self.world, frozenset({0}), 0, 0.0)
         assert self.planner.settle({OrderId(0): report, OrderId(1 << 40): report}) == []
 
@@ -231,7 +233,8 @@ class OrdersMachine(World):
             self.give_up(flight)
 
     def reset(self, key: PageKey) -> None:
-        """Reset the cache because weights were updated. No saved page may be found again."""
+        """Reset the cache, as after an update of the weights. No page that was saved before may be
+        found again."""
         while self.unsent_saves():
             self.cancel(key)
         self.abandon_saves(key)
@@ -244,14 +247,14 @@ class OrdersMachine(World):
     # -- events at the workers -----------------------------------------------------
 
     def pass_time(self, data: st.DataObject) -> None:
-        """Let workers copy or report, or finish all orders. Every rule calls this, because examples
-        without any report would test little."""
+        """Let workers copy, report, or finish all orders. Every rule calls this method, because a
+        run in which no worker reports would test little."""
         for _ in range(data.draw(st.sampled_from([1, 0, 2, 4]))):
             what = data.draw(st.sampled_from([self.copy, self.copy, self.report, self.finish]))
             what(data)
 
     def copy(self, data: st.DataObject) -> None:
-        """Let one rank execute one order. Some of its pages may be torn."""
+        """Let one rank execute one order. Some of the copied pages may be torn."""
         if not self.to_copy():
             return
         fail = data.draw(st.just(set[int]()) | st.sets(st.integers(0, 3), max_size=2))
@@ -296,7 +299,7 @@ class OrdersMachine(World):
                 slots[slot] = b"torn" if i in fail else ssd[key]
 
     def deliver(self, arriving: list[tuple[Flight, int]]) -> None:
-        """Merge the reports of all ranks, as vLLM does."""
+        """Merge these reports by order, as vLLM does, and check the orders that they finish."""
         reports: dict[OrderId, OrderReport] = {}
         for flight, rank in arriving:
             flight.reported.add(rank)
@@ -387,7 +390,8 @@ class OrdersMachine(World):
         assert self.planner.bandwidth > 0
 
     def teardown(self) -> None:
-        """Report all orders at the end. Every remaining page can then be read."""
+        """Report all unfinished orders. Asserts that every remaining page can then be read, and
+        that every slot is free once the index is cleared."""
         if not hasattr(self, "planner") or sys.exc_info()[0] is not None:
             return  # the machine was never initialised, or has already failed
         for flight in list(self.flights.values()):

@@ -119,7 +119,8 @@ def test_a_page_that_is_acquired_twice_at_a_time_has_two_readers() -> None:
 
 
 def full_index(slots: int, unsaved: set[int]) -> tuple[PageIndex, list[PageKey]]:
-    """A full index over a lower tier that lacks some pages, and its pages, the oldest first."""
+    """Return a full index above a lower tier that lacks some pages, and the pages of the index,
+    oldest first."""
     index = PageIndex(slots, LeastRecentlyUsed())
     keys = [PageKey(n.to_bytes(2, "big") * 10) for n in range(slots)]
     index.commit_all(keys, index.reserve_all(keys))
@@ -129,7 +130,7 @@ def full_index(slots: int, unsaved: set[int]) -> tuple[PageIndex, list[PageKey]]
 
 
 def evicted(index: PageIndex, keys: list[PageKey], count: int) -> list[int]:
-    """Numbers of the pages that are evicted for ``count`` new ones."""
+    """Return the numbers of the pages that are evicted to make space for ``count`` new pages."""
     new = [PageKey(bytes([index.taken + n]) * 30) for n in range(count)]
     assert len(index.reserve_all(new)) == count
     index.check_integrity()

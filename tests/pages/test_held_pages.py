@@ -1,4 +1,5 @@
-"""Held pages stay until their context is released, whatever happens in between."""
+"""Pages that are held stay in memory until their ``HeldPages`` block ends, whatever happens in
+between."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ AMOUNTS = st.tuples(st.integers(0, 2), st.integers(0, 2))
 def test_the_slower_of_two_reports_is_the_same_whichever_comes_first(
     first: tuple[int, int], second: tuple[int, int]
 ) -> None:
-    """The slower rank took longer, or moved fewer pages in the same time because some failed."""
+    """The merged report has the time and the bytes of the rank that took longer, whichever report
+    comes first. If both took equally long, it has the smaller number of bytes."""
     one, two = (OrderReport(1, frozenset(), nbytes, seconds) for seconds, nbytes in (first, second))
     merged = one.merge(two)
     assert merged == two.merge(one)

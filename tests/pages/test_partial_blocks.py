@@ -45,7 +45,8 @@ def test_a_tail_is_found_by_what_follows_it() -> None:
 
 
 def test_a_tail_under_other_extra_keys_is_another_tail() -> None:
-    """Extra keys contain the cache salt and the adapter."""
+    """A tail that was added under some extra keys is not found under others. Extra keys contain the
+    cache salt and the adapter."""
     tails = TailIndex(NoNotebook())
     mine = tails.add(PARENT, ("mine",), [1, 2, 3])
     assert tails.longest(PARENT, ("yours",), [1, 2, 3], always) is None
@@ -135,7 +136,7 @@ def test_the_longest_tail_equals_an_exhaustive_search(
 
 
 def facts(key: bytes, tokens: Sequence[object], extra: object = None) -> NoNotebook:
-    """Return notes that name a page for these tokens."""
+    """Return a notebook whose only note names a page for these tokens."""
     noted = {"parent": PARENT.hex(), "extra": _digest(extra).hex(), "tokens": list(tokens)}
 
     class Noted(NoNotebook):
@@ -160,8 +161,8 @@ def test_a_noted_tail_with_invalid_tokens_is_ignored(token: object) -> None:
 
 
 def test_a_tail_in_a_full_page_is_not_noted() -> None:
-    """The key of a full page is the engine's hash, from which the tail's tokens cannot be
-    verified."""
+    """A tail that has the key of a full page is not noted, and another tail is. The key of a full
+    page is the engine's hash, from which a tail's tokens cannot be verified."""
     noted = list[str]()
 
     class Noting(NoNotebook):

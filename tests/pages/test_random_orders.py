@@ -104,7 +104,8 @@ class EvictsWhatIsRead(PageIndex):
 
 
 class FreesSlotsInUse(PageIndex):
-    """The index stays consistent, so only the bytes reveal the bug."""
+    """An index that frees the slots of pages in use. The index stays consistent, so only the bytes
+    reveal the bug."""
 
     def forget(self, key: PageKey) -> None:
         if key in self._resident:

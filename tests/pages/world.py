@@ -37,7 +37,8 @@ class Bundle:
     serial: int
 
     def kept(self, rank: int) -> int:
-        """Return the number of slots that a rank needs. It differs between ranks."""
+        """Return the number of slots that a rank needs for the bundle. The number differs between
+        ranks."""
         return 1 + (self.serial + rank) % len(self.slots)
 
 
@@ -158,7 +159,7 @@ class World(RuleBasedStateMachine):
         return pages.get(key, b"another bundle")
 
     def carry_out_pack(self, flight: Flight, rank: int, fail: bool) -> None:
-        """Compress pages into their own slots, or lose them."""
+        """Compress pages into their own slots. If ``fail`` is true, lose them."""
         order, slots, bundle = flight.order, self.slots[rank], flight.bundle
         assert isinstance(order, PackOrder)
         assert bundle is not None

@@ -1,5 +1,5 @@
-"""vLLM tests that pass on stock vLLM but not with this project's classes, by design: the reason by
-mode and test."""
+"""Tests of vLLM that pass on stock vLLM and, by design, fail with this project's classes: the
+reason for each mode and test."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A pytest plugin that runs vLLM's tests with this project's classes.
 
-It is loaded by this name from its own folder, because ``tests`` is vLLM's package there.
+pytest loads this module as ``peer_plugin``, because ``tests`` is vLLM's own package in that run.
 ``PEER_MODE`` selects the classes.
 """
 

@@ -43,8 +43,8 @@ def tests_of_vllm() -> Path:
 
 
 def passing(folder: Path, mode: str, report: Path) -> set[str]:
-    """Return the vLLM tests that pass. Tests that need to download a model also fail on stock
-    vLLM."""
+    """Run vLLM's tests in this mode, and return the names of the tests that pass. Tests that need
+    to download a model fail in every mode."""
     files = [name for name in FILES if (folder / name).exists()]
     assert len(files) > 20, "vLLM has moved its tests"
     done = subprocess.run(

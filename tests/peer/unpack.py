@@ -1,5 +1,5 @@
-"""The tests of the installed vLLM version, from its source package, because no wheel contains
-them."""
+"""Unpacks the tests of the installed vLLM version from its source package, because no wheel
+contains them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MODEL = {
     "word_embed_proj_dim": 768,
     "torch_dtype": "float16",
 }
-"""Configuration of facebook/opt-125m, which most of the tests name. They find it by that path in
-the folder that they run in, and none loads its weights."""
+"""Configuration of facebook/opt-125m, which most of vLLM's tests use. The tests find it under that
+name in the folder that they run in, and no test loads the weights."""
 
 CONFTEST = '''"""In place of vLLM's own, which starts what these tests do not need."""
 

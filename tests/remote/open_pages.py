@@ -1,4 +1,4 @@
-"""Opens pages in a remote store at any address."""
+"""A helper that opens pages in a remote store."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from tiered_kv.testing.conformance.store import PAGE_FORMAT
 
 
 def open_at(address: str, codec: str = "raw", make: FromTable = from_table) -> RemotePages:
-    """Open a rank's pages, as another engine would."""
+    """Open a rank's pages in the store at this address, as another engine would."""
     way = partial(make_store, parse_address(address))
     return RemotePages(way, SITE, parse(codec)(PAGE_FORMAT), make, BANDWIDTH)

@@ -1,5 +1,5 @@
-"""Failed calls. Their leftovers are not taken for the next call's answer, and an error for one call
-does not count for every call."""
+"""Failed calls of a remote store. Their leftover bytes are not taken for the next call's answer,
+and an error that concerns one call does not count for every call."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_a_connection_closed_by_the_server_is_reopened(server: ValkeyServer) -> 
 def test_a_server_that_repeats_the_password_does_not_put_it_into_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Valkey repeats the arguments if it does not know the command."""
+    """The server's error repeats the password, as Valkey does if it does not know a command.
+    Neither the exception nor the log contains the password."""
 
     def answer(words: list[bytes]) -> bytes:
         said = b" ".join(b"'%b'" % word for word in words[1:])
@@ -217,8 +218,8 @@ OF_SERVER = ["LOADING", "MASTERDOWN", "BUSY", "NOAUTH", "WRONGPASS"]
 
 
 def answering(errors: dict[bytes, str], bad_key: bytes = b"") -> Answer:
-    """Return the answers of a server that has a value under every key, and returns errors for some
-    commands or for one key."""
+    """Return the answer function of a server that has a value under every key, and returns errors
+    for some commands or for one key."""
 
     def answer(words: list[bytes]) -> bytes:
         command = words[0]

@@ -56,7 +56,8 @@ def put_trained(pages: RemotePages) -> Codec:
 
 
 def test_an_evicted_table_is_put_again(tmp_path: Path) -> None:
-    """A shared folder deletes its oldest values to store new ones."""
+    """A full shared folder deletes its oldest values, among them the codec's table. The table is
+    put again, and another engine can read the newest page."""
     ours, at = open_pages(tmp_path, "centred", gib=0.001), 100
     put_trained(ours)
     while ours.counters()["remote_bytes_written"] < 3 << 20:
@@ -74,8 +75,8 @@ def test_an_evicted_table_is_put_again(tmp_path: Path) -> None:
 def test_an_unusable_table_is_read_once_and_then_occasionally(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """If it were read once per page, each read would allocate memory for the longest possible
-    table."""
+    """A missing or damaged table is read once for many pages, and only once more after
+    ``MISSING_S``. Each read allocates memory for the longest possible table."""
     ours, theirs = open_at(server.url, "centred"), open_at(server.url)
     changing = make_store(server.address)
     codec = put_trained(ours)

@@ -1,4 +1,4 @@
-"""After a cache reset no earlier page is served, whatever happened when it was put."""
+"""After a cache reset, no earlier page is served, whatever went wrong when the page was put."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_pages_are_deleted_from_the_folder_that_has_them(
 def test_pages_are_deleted_on_the_servers_of_their_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine remembers the runs of its own pages longer than those of looked-up pages."""
+    """An engine puts 64 pages on two servers, but remembers the runs of only 16 looked-up pages. A
+    reset deletes all 64, because the engine remembers the runs of its own pages longer."""
     monkeypatch.setattr(remote_pages, "CALL_S", 20.0)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

@@ -1,4 +1,4 @@
-"""A record returns the page that was put, or is refused if any of its bytes changed."""
+"""A page record is decoded to the page that was put, or is refused if any of its bytes changed."""
 
 from __future__ import annotations
 

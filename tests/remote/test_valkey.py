@@ -1,5 +1,5 @@
-"""A real Valkey server. Values are read back, and every call returns before its deadline whatever
-happens to the server."""
+"""Tests with a real Valkey server. Values are read back, and every call returns before its deadline
+whatever happens to the server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read(
 
 
 class TestValkeyStore(RemoteConformance):
-    """A store on one server."""
+    """The conformance suite of remote stores, with one server."""
 
     @pytest.fixture(autouse=True)
     def serve(self, server: ValkeyServer) -> None:
@@ -60,7 +60,7 @@ class TestValkeyStore(RemoteConformance):
 
 
 class TestSeveralServers(TestValkeyStore):
-    """A store on three servers."""
+    """The conformance suite of remote stores, with three servers."""
 
     @pytest.fixture(autouse=True)
     def serve(self, make_server: MakeServer) -> None:
@@ -162,7 +162,8 @@ def test_a_server_that_sends_single_bytes_slowly_is_late() -> None:
 
 
 def test_a_late_value_is_not_mistaken_for_another(store: ValkeyStore, server: ValkeyServer) -> None:
-    """The answer to an abandoned call must not be taken for the answer to the next call."""
+    """A read of one key is abandoned at its deadline. The next read of another key returns the
+    value of that key, not the late answer."""
     put(store, keys("a"), b"old")
     put(store, keys("b"), b"new")
     server.pause()
@@ -262,8 +263,8 @@ def encrypted(server: ValkeyServer, folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _relay(client: ssl.SSLSocket, back: socket.socket) -> None:
-    """Copy bytes in both directions until one side ends. A TLS socket may be used by one thread
-    only."""
+    """Copy bytes in both directions until one side closes the connection. One thread does both,
+    because a TLS socket may be used by one thread only."""
     with client, back, contextlib.suppress(OSError, ssl.SSLError):
         while True:
             ready = [client] if client.pending() else select.select([client, back], [], [])[0]

@@ -1,5 +1,5 @@
-"""A real Valkey cluster whose slots move and whose masters fail. Every value that is read is right,
-and no call outlives its deadline."""
+"""Tests with a real Valkey cluster whose slots move and whose masters fail. Every value that is
+read is correct, and no call outlives its deadline."""
 
 from __future__ import annotations
 
@@ -46,11 +46,13 @@ HIT, MISS, DOWN, LATE = Outcome.HIT, Outcome.MISS, Outcome.DOWN, Outcome.LATE
 STORED, REFUSED = Outcome.STORED, Outcome.REFUSED
 
 CALM_S = 60.0
-"""Time after which nodes count as failed in tests without a failover, seconds."""
+"""Seconds after which an unreachable node counts as failed, in tests without a failover."""
 CALL_S, SLACK_S = 0.5, 2.0
-"""Time limit of a call, and how much later it may return on a busy machine, seconds."""
+"""Time limit of a call in seconds, and the number of seconds by which a call may exceed it on a
+busy machine."""
 SERVED, SERVED_AFTER_S = 0.9, 1.0
-"""Fraction of values that must be readable, and how many seconds after a promotion."""
+"""Fraction of values that must be readable after a promotion, and the number of seconds that this
+may take."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyC
 
 @pytest.fixture
 def cluster(shared_cluster: ValkeyCluster) -> ValkeyCluster:
-    """An empty cluster of which every node answers, for tests that stop none."""
+    """Empty the shared cluster, for tests that stop no node."""
     for node in shared_cluster.nodes[:3]:
         node.ask(b"FLUSHALL")
     return shared_cluster
@@ -79,7 +81,7 @@ def open_at(cluster: ValkeyCluster, *nodes: ValkeyServer) -> ValkeyStore:
 
 
 def value_of(key: RemoteKey) -> bytes:
-    """Return the only right value of a key."""
+    """Return the value that the tests store under a key."""
     return key.name * 500
 
 
@@ -94,7 +96,7 @@ def slot_of_run(key: RemoteKey) -> int:
 
 
 class TestCluster(RemoteConformance):
-    """A cluster whose address names all nodes."""
+    """The conformance suite of remote stores, with a cluster whose address names all nodes."""
 
     @pytest.fixture(autouse=True)
     def serve(self, cluster: ValkeyCluster) -> None:
@@ -105,7 +107,8 @@ class TestCluster(RemoteConformance):
 
 
 class TestOneEndpoint(TestCluster):
-    """A cluster whose address names one node, which is a replica."""
+    """The conformance suite of remote stores, with a cluster whose address names one node, which is
+    a replica."""
 
     @pytest.fixture(autouse=True)
     def serve(self, cluster: ValkeyCluster) -> None:
@@ -128,7 +131,8 @@ def test_runs_stay_together_and_are_spread_over_the_masters(cluster: ValkeyClust
 
 
 def test_names_in_a_cluster_stay_as_they_are(cluster: ValkeyCluster) -> None:
-    """Engines of other releases find pages by the same names."""
+    """A value in a cluster has a fixed name, which contains a hash tag of its run. Engines of other
+    releases find pages by this name."""
     assert slot_of(b"123456789") == 0x31C3, "the example in the specification of clusters"
     store = open_at(cluster)
     put_all(store, [RemoteKey(b"page", b"run")], [b"value"])
@@ -138,7 +142,8 @@ def test_names_in_a_cluster_stay_as_they_are(cluster: ValkeyCluster) -> None:
 
 
 def test_a_slot_that_is_being_moved_is_read_and_written(cluster: ValkeyCluster) -> None:
-    """While a slot moves, its owner serves the keys that it still has, and redirects the others."""
+    """While a slot moves, its owner serves the keys that it still has and redirects the others. All
+    keys of the slot are read, written and deleted, both during the move and after it."""
     store = open_at(cluster)
     moved = [RemoteKey(b"page %d" % at, b"one run") for at in range(40)]
     old, new = moved[:20], moved[20:]
@@ -195,7 +200,8 @@ def test_slots_move_while_pages_are_read_and_written(cluster: ValkeyCluster) -> 
 
 
 class Reader:
-    """Reads all values repeatedly. Each is right or missing, and no call outlives its deadline."""
+    """Reads all values repeatedly. Asserts that each value is correct or missing, and that no call
+    outlives its deadline."""
 
     def __init__(self, store: ValkeyStore, names: list[RemoteKey]) -> None:
         self._store = store
@@ -203,7 +209,7 @@ class Reader:
         self._added = 0
 
     def served(self, seconds: float = CALL_S) -> float:
-        """Return the fraction of values that were found, looked up and read."""
+        """Return the fraction of values that were found both when looked up and when read."""
         names, began = self._names, time.monotonic()
         there = self._store.exists(names, began + seconds)
         looked_up = time.monotonic()
@@ -297,7 +303,8 @@ def a_node() -> Iterator[tuple[Node, ValkeyStore, int]]:
 
 
 def test_reads_go_on_as_soon_as_the_cluster_works_again() -> None:
-    """During a failover every node of a cluster returns CLUSTERDOWN for all slots."""
+    """While the node returns CLUSTERDOWN, as in a failover, lookups and reads report DOWN, and
+    writes are refused. The first calls after that succeed."""
     (a,) = keys("a")
     with a_node() as (node, store, _):
         assert store.exists([a], soon()) == [HIT]
@@ -324,8 +331,8 @@ def test_nodes_that_redirect_in_circles_are_left(code: str) -> None:
 
 
 def test_a_node_that_cannot_be_reached_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """For example, the node announces an address of a network that only the cluster's machines can
-    reach."""
+    """The cluster announces a node at an address that the client cannot reach. The error and the
+    log name this node, and the values on the other node are served."""
     names = keys(*map(str, range(40)))
     with a_node() as (node, store, port), socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -406,7 +413,8 @@ def test_any_reply_gives_owners_or_is_refused(reply: Any) -> None:
 
 
 def test_every_node_gets_the_login(tmp_path: Path) -> None:
-    """The user has the fewest rights that a cluster needs, and a slot moves."""
+    """A user with the fewest rights that a cluster needs reads and writes on all nodes, while slots
+    move. Clients without a valid login are refused."""
     with ValkeyCluster(tmp_path, masters=2, password="hunter2", node_timeout_s=CALM_S) as cluster:
         rights = "+ping +exists +get +set +unlink +cluster|slots +asking"
         for node in cluster.nodes:
@@ -434,7 +442,9 @@ def test_every_node_gets_the_login(tmp_path: Path) -> None:
 def test_nodes_that_announce_names_are_reached_over_tls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The endpoint and the announced node are two proxies, each with its own certificate."""
+    """The endpoint and the announced node are TLS proxies with two certificates. If only the
+    endpoint's certificate is trusted, the error names the node. If both are, values are stored and
+    read."""
     folders = [tmp_path / name for name in ("endpoint", "node")]
     for folder in folders:
         folder.mkdir()
@@ -465,8 +475,8 @@ def test_nodes_that_announce_names_are_reached_over_tls(
 def test_an_endpoint_that_moves_to_a_promoted_replica_is_written_again(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two servers are not a cluster. The old master becomes a replica, and its connections stay
-    open."""
+    """A host name points to a primary, which becomes a replica and keeps its connections. Its
+    values are still read, but writes are refused until the name points to the new primary."""
     primary, replica = make_server(), make_server()
     replica.ask(b"REPLICAOF", b"127.0.0.1", b"%d" % primary.port)
     named, real = [primary], socket.getaddrinfo

@@ -31,7 +31,7 @@ AT_A_TIME = 12
 
 
 def published() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the names of published models, and the request about each."""
+    """Yield the name of each published model, and the request to vLLM about the model."""
     with tarfile.open(fileobj=io.BytesIO(CONFIGS.read_bytes()), mode="r:xz") as archive:
         files = {
             one.name: json.loads(found.read())
@@ -52,7 +52,7 @@ def request(
     gpu: str = "h200-141",
     **options: Any,
 ) -> dict[str, Any]:
-    """Build a request about a configuration."""
+    """Build a request to vLLM about a configuration."""
     return {
         "config": dict(config),
         "quantization": quantization,

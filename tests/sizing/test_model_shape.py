@@ -67,7 +67,8 @@ def test_a_published_model_has_the_size_that_its_authors_state(
     active: float,
     kv: dict[KvKind, tuple[int, int, int]],
 ) -> None:
-    """The number of parameters is within two percent, and the layers are those that vLLM counts."""
+    """The numbers of parameters are within two percent of the authors' figures, and the layers with
+    KV are those that vLLM counts."""
     shape = read_shape(write(tmp_path, config))
     assert shape.parameters / 1e9 == pytest.approx(total, rel=0.02)
     assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
@@ -77,7 +78,8 @@ def test_a_published_model_has_the_size_that_its_authors_state(
 
 
 def test_fields_that_a_published_file_leaves_out_are_those_of_its_class(tmp_path: Path) -> None:
-    """The file of Gemma 3 4B contains neither the heads nor the layer pattern."""
+    """The file of Gemma 3 4B contains neither the number of heads nor the layer pattern. Both have
+    the defaults of its configuration class."""
     text = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,

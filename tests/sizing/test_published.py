@@ -112,15 +112,16 @@ def on_eight(config: dict[str, Any], quantization: dict[str, Any] | None = None)
 
 
 def test_a_pattern_of_layers_is_read() -> None:
-    """In MiMo-V2-Flash, one of four layers has full attention, and the others have a window."""
+    """In MiMo-V2-Flash, one of every four layers has full attention, and the other layers have a
+    window."""
     found = on_eight(MIMO_V2_FLASH)
     assert {one["reach"][1]: one["layers"] for one in found["kv"]} == {128: 36, 0: 12}
     assert found["assumed"]["sliding_window_size"] == 128, "by another name in this file"
 
 
 def test_a_model_has_the_parameters_that_its_file_describes() -> None:
-    """transformers' class for MiMo-V2-Flash defaults to 256 experts. This file contains no number
-    of experts."""
+    """The file of MiMo-V2-Flash contains no number of experts, although transformers' class
+    defaults to 256. The weights take two bytes for each counted parameter."""
     found = on_eight(MIMO_V2_FLASH)
     assert found["weight_bytes"] == pytest.approx(2 * found["parameters"], rel=0.01)
 
@@ -138,7 +139,7 @@ def test_experts_that_work_in_a_latent_space_are_counted_there() -> None:
     ],
     ids=["compressed-tensors", "modelopt", "modelopt before 0.31"],
 )
-def test_weights_of_four_bits_take_about_as_many(
+def test_four_bit_weights_take_four_to_five_bits_each(
     config: dict[str, Any], quantization: dict[str, Any] | None
 ) -> None:
     found = on_eight(config, quantization)
@@ -152,8 +153,8 @@ def test_kv_is_of_the_type_that_the_checkpoint_asks_for() -> None:
 
 
 def test_keys_of_an_index_are_counted() -> None:
-    """57 of MiniMax-M3's 60 layers keep an index key of 128 elements, in addition to four heads'
-    keys and values."""
+    """57 of MiniMax-M3's 60 layers keep an index key of 128 elements, in addition to the keys and
+    values of four heads."""
     found = answer("nvidia--MiniMax-M3-NVFP4")["kv"]
     kept = sum(one["layers"] * one["token_bytes"] for one in found)
     assert kept == 60 * 4 * 2 * 128 * 2 + 57 * 128 * 2

@@ -47,7 +47,9 @@ def test_every_gpu_has_a_source() -> None:
 
 @pytest.mark.parametrize(("gpu", "ranks"), [("h100-80", 1), ("rtx4090-24", 1), ("h100-80", 2)])
 def test_a_plan_and_the_simulator_agree_on_llama(tmp_path: Path, gpu: str, ranks: int) -> None:
-    """The simulator's table rounds the parameters, and counts the embeddings as computation."""
+    """A plan for Llama 3.1 8B agrees with the simulator within 1% on the pool and within 7% on the
+    time per token. The simulator's table rounds the parameters, and counts the embeddings as
+    computation."""
     plan, simulated = (
         planned(tmp_path, gpu=gpu, ranks=ranks),
         machine(gpu, "llama-3.1-8b", ranks=ranks),
@@ -147,7 +149,8 @@ def test_a_context_that_is_too_long_is_reported(tmp_path: Path) -> None:
 
 
 def test_longer_blocks_are_advised_where_a_context_may_have_thousands(tmp_path: Path) -> None:
-    """There is no advice if states make blocks long, or if contexts are short."""
+    """A plan for contexts of 8,192 blocks advises longer blocks. There is no advice if states
+    already make blocks long, or if contexts are shorter."""
     llama, nemotron = (
         read_shape(write(tmp_path, config), gpu=SETUP.gpu) for config in (LLAMA_8B, NEMOTRON_9B)
     )

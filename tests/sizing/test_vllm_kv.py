@@ -45,14 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Layers as vLLM computes them, by model."""
+    """The layers of each model, as vLLM computes them."""
     found: dict[str, list[dict[str, Any]]] = json.loads((folder / "specs.json").read_text())
     return found
 
 
 @pytest.fixture(scope="module")
 def ours(folder: Path, theirs: dict[str, Any]) -> dict[str, ModelShape]:
-    """Shapes of the models on a GPU, by model, computed in one process."""
+    """The shape of each model on a GPU, computed for all models in one process."""
     asked = [
         request_of(
             folder / model.name,

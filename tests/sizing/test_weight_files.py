@@ -44,7 +44,8 @@ def test_quantized_files_keep_their_size(tmp_path: Path) -> None:
 
 
 def test_the_index_names_the_files_that_count(tmp_path: Path) -> None:
-    """Mistral's folders contain all weights twice, in files of two naming schemes."""
+    """A folder contains all weights twice, in files of two naming schemes, as Mistral's folders do.
+    Only the files in the index count. If one is missing, the index's total counts."""
     folder = write(tmp_path, LLAMA_8B)
     write_tensors(folder / "consolidated.safetensors", a=("BF16", 100))
     write_tensors(folder / "model-1-of-2.safetensors", a=("BF16", 60))

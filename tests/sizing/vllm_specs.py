@@ -39,7 +39,7 @@ MORE = (
     TinyModel("exaone4", "Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": 200}),
     TinyModel("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
 )
-"""Architectures that the catalogue omits, because they do not run here."""
+"""Models that the catalogue of tiny models omits, because it contains only models that run here."""
 
 
 def write_config(model: TinyModel, folder: Path) -> Path:

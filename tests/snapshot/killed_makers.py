@@ -86,8 +86,8 @@ def killed_at(moment: int, act: Callable[[], object]) -> bool:
 
 
 def moments(act: Callable[[], object]) -> Iterator[int]:
-    """Yield every moment at which a maker was killed, after the kill, and a last one at which the
-    maker survived."""
+    """Kill a maker at each moment, and yield the moment after the kill. The last moment is the
+    first one that the maker survives."""
     for moment in itertools.count(1):
         alive = not killed_at(moment, act)
         yield moment
@@ -101,8 +101,8 @@ def names(root: Path) -> set[str]:
 
 
 def check_root(root: Path, *, new: str) -> bool:
-    """Assert that every named snapshot is complete, and that the old ones exist. Returns True if
-    ``new`` exists."""
+    """Assert that every named snapshot is complete, and that ``first`` and ``second`` exist.
+    Returns True if ``new`` exists."""
     for name in names(root):
         path = root / name
         with open_snapshot(path) as snapshot:
@@ -118,7 +118,7 @@ def check_root(root: Path, *, new: str) -> bool:
 
 
 def begun(root: Path) -> None:
-    """Make the old snapshots."""
+    """Create the snapshots ``first`` and ``second``."""
     make(root, "first", ONE)
     make(root, "second", outline(PLAIN, ranks=1, tokens=20))
 

@@ -119,7 +119,7 @@ def add_pages(writer: PageWriter, manifest: Manifest, rank: int, seed: int = 0) 
 
 
 def make(root: Path, name: str, manifest: Manifest | None = None, seed: int = 0) -> Manifest:
-    """Make a snapshot, and return its manifest."""
+    """Create a snapshot, and return its manifest."""
     manifest = manifest or outline()
     with SnapshotDraft.begin(root, name) as draft:
         for rank in range(manifest.ranks):

@@ -58,7 +58,7 @@ def test_a_snapshot_without_kv_has_no_pages(tmp_path: Path) -> None:
         check_whole(snapshot)
 
 
-def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_a_snapshot(tmp_path: Path) -> None:
     make(tmp_path / "root", "one", ONE)
     for path in (tmp_path / "root").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path

@@ -138,7 +138,7 @@ def said(manifest: Manifest = WHOLE) -> dict[str, Any]:
 
 
 def sealed(found: dict[str, Any]) -> bytes:
-    """Serialise a manifest with the right digest for its content."""
+    """Serialise a manifest with the correct digest for its content."""
     rest = {name: value for name, value in found.items() if name != "sha256"}
     digest = sha256(canonical(rest)).hexdigest()
     return json.dumps({**rest, "sha256": digest}).encode()

@@ -32,16 +32,17 @@ def with_group(**changes: Any) -> EngineIdentity:
     return replace(ENGINE, groups=(replace(GROUPS[0], **changes), GROUPS[1]))
 
 
-def test_the_engine_that_it_was_taken_from_can_use_it() -> None:
+def test_the_engine_of_a_snapshot_can_use_the_snapshot() -> None:
     assert mismatches(MANIFEST, ENGINE) == []
 
 
-def test_a_later_patch_of_vllm_can_use_it() -> None:
+def test_a_later_patch_release_of_vllm_can_use_a_snapshot() -> None:
     assert mismatches(MANIFEST, replace(ENGINE, vllm="0.33.7rc1")) == []
 
 
 def test_settings_are_compared_in_their_json_form() -> None:
-    """An engine's configuration contains tuples, and numbers as keys."""
+    """A snapshot whose settings have lists and string keys matches an engine whose configuration
+    has tuples and numbers as keys."""
     engine = with_config(shape=(1, 2), id2label={0: "a"})
     text = json.loads(json.dumps({"shape": [1, 2], "id2label": {"0": "a"}}))
     manifest = replace(MANIFEST, groups=with_config(**text).groups)
@@ -117,6 +118,7 @@ def test_all_differences_are_reported_together() -> None:
 
 
 def test_the_tokens_of_a_page_format_are_not_a_difference() -> None:
-    """Only codecs use the number of tokens in a page format."""
+    """An engine whose page format has another number of tokens can use the snapshot, because only
+    codecs use that number."""
     change: Callable[[int], PageFormat] = lambda tokens: replace(BF16, tokens=tokens)  # noqa: E731
     assert mismatches(MANIFEST, with_group(page_format=change(0))) == []

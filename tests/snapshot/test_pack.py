@@ -1,4 +1,4 @@
-"""Snapshots as zip files of this or other programs are opened only if they are complete."""
+"""Snapshots in zip files, from this or another program, are opened only if they are complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Members = list[tuple[zipfile.ZipInfo, bytes]]
 
 @pytest.fixture
 def one(tmp_path: Path) -> Path:
-    """Folder of a snapshot."""
+    """Create a snapshot, and return its folder."""
     make(tmp_path / "root", "one", ONE)
     return tmp_path / "root" / "one"
 
@@ -87,7 +87,8 @@ def test_one_snapshot_gives_one_zip_file(one: Path, tmp_path: Path) -> None:
 
 
 def test_a_zip_file_of_another_program_is_read(one: Path, tmp_path: Path) -> None:
-    """The zip file has times in extra fields, and an entry for the folder."""
+    """A zip file that has timestamps in extra fields and an entry for the page folder, as from
+    another program, is read completely."""
     extra = struct.pack("<HHBI", 0x5455, 5, 1, 1700000000)
     members = members_of(one)
     for info, _ in members:
@@ -254,7 +255,7 @@ def encrypt(data: bytearray) -> None:
 
 
 def overlap(data: bytearray) -> None:
-    """Set the offset of one page to that of another."""
+    """Set the offset of one page to the offset of another page."""
     put(data, entry_at(data, 2) + 42, "<I", member_at(data, 1))
 
 

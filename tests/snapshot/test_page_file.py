@@ -66,7 +66,8 @@ def test_noise_needs_only_an_additional_header() -> None:
 
 
 def test_a_group_with_another_format_reads_the_same_bytes() -> None:
-    """A file serves all pages with the same bytes, for any format of their groups."""
+    """A file that was written for one page format is read for another format of the same size,
+    because a file serves all pages that have the same bytes."""
     page = synthetic_page(BF16, 1)
     other = PageFormat(ElementType.FP32, BF16.page_bytes, 8)
     assert np.array_equal(decoded(stored(page, BF16), other), page)

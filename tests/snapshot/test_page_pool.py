@@ -1,5 +1,5 @@
-"""Snapshots in one root folder: common pages share a file, and each snapshot stays complete without
-the others."""
+"""Snapshots in one root folder. Common pages share a file, and each snapshot stays complete if the
+others are removed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_two_snapshots_share_the_files_of_pages_that_both_have(tmp_path: Path) -
     first = make(tmp_path, "first", outline(tokens=33))
     second = make(tmp_path, "second", outline(tokens=65))
     shared = {page.sha256 for page in first.pages} & {page.sha256 for page in second.pages}
-    assert len(shared) == 6  # of both ranks: two full blocks and a state
+    assert len(shared) == 6  # two full blocks and a state of each of two ranks
     for digest in shared:
         files = [tmp_path / name / "pages" / digest for name in ("first", "second")]
         assert files[0].samefile(files[1])
@@ -183,5 +183,5 @@ def test_many_concurrent_makers_in_one_root_all_succeed(tmp_path: Path) -> None:
 
 
 def sha(path: Path) -> str:
-    """Return the digest of the page in a file, whose page is stored raw at its end."""
+    """Return the digest of the page that is stored uncompressed at the end of a file."""
     return sha256(path.read_bytes()[-PLAIN[0].page_format.page_bytes :]).hexdigest()

@@ -1,4 +1,5 @@
-"""A process killed at any moment leaves no partial snapshot, and destroys no other."""
+"""A process that is killed at any moment leaves no partial snapshot, and damages no other
+snapshot."""
 
 from __future__ import annotations
 

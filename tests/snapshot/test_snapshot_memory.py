@@ -56,7 +56,7 @@ for name, piece in PIECES.items():
         data = b"0." + b"5" * (ROOM - 8)
     if len(data) > ROOM:
         data = data[:ROOM]
-    # Also smaller parts, because larger ones may be refused before they are parsed.
+    # Smaller parts are tested too, because larger ones may be refused before they are parsed.
     for part in (1, 4, 23, 260):
         some = data if part == 1 else data[: len(data) // part // len(piece) * len(piece)] + b"1]"
         before = forget_peak()
@@ -154,7 +154,7 @@ print(most)
 
 
 def grown(script: str, *arguments: str) -> int:
-    """Return the memory in bytes that a script took, as it reports it."""
+    """Run a script that prints by how many bytes its memory grew, and return that number."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK + script, *arguments],
         cwd=ROOT,

@@ -68,7 +68,8 @@ class Pool:
         return kept
 
     def read(self, first: int, wanted: PageKey) -> Bytes | None:
-        """Return a page, or None. Asserts that both ways of reading agree."""
+        """Return a page, or None if it cannot be read. Asserts that ``read`` and ``copy`` of the
+        bundle agree."""
         out = np.full(self.format.page_bytes, 0x77, np.uint8)
         found, coded = self.bundles.read(first, wanted, out), self.bundles.copy(first, wanted)
         assert found is (coded is not None)
@@ -163,7 +164,8 @@ CONTENT = st.sampled_from([noise, repetitive])
 def test_any_page_in_any_slot_is_read_unchanged_or_not_at_all(
     contents: list[Make], order: list[int], beyond: int, data: st.DataObject
 ) -> None:
-    """Bytes are changed anywhere in a bundle's slots."""
+    """Any pages are compressed in any slots, and then some bytes of the bundle change. Each page is
+    read unchanged or not at all."""
     pool, slots = Pool(ZSTD, 8, beyond), order[: len(contents)]
     pages = [make(SMALL, seed) for seed, make in enumerate(contents)]
     kept = pool.pack(pages, slots, range(len(pages)))
@@ -263,8 +265,8 @@ def test_a_page_saved_again_is_found_in_its_new_bundle() -> None:
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=60)
 def test_bundles_follow_each_other_in_the_same_slots(seed: int) -> None:
-    """Saves overwrite the slots that bundles leave free. The pool is not told when a bundle is
-    dropped."""
+    """Bundles are created in the same slots again and again, and are dropped without notice. All
+    pages of the existing bundles can be read, and no page has wrong bytes."""
     rng, pool = np.random.default_rng(seed), Pool(ZSTD, 8, beyond=int(seed % 3))
     free, alive, name = list(range(8)), dict[int, tuple[list[int], list[int]]](), 0
     for _ in range(30):

@@ -22,7 +22,8 @@ CONTENT = list(CONTENTS.values())
 @pytest.mark.parametrize("page_format", FORMATS, ids=lambda one: f"{one.element.value}")
 @pytest.mark.parametrize("mixed", [True, False])
 def test_pages_are_restored_bit_for_bit(name: str, page_format: PageFormat, mixed: bool) -> None:
-    """Compresses twice into the same slots, before and after the codec is trained."""
+    """Pages are compressed three times into the same slots, with a codec that is trained on the
+    first pages. Every page is read back exactly."""
     try:
         codec = parse(name)(page_format)
     except ValueError:

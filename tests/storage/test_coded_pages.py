@@ -124,7 +124,9 @@ def test_unchanged_and_recompressed_pages_are_counted(
 def test_a_store_without_a_table_adopts_that_of_the_first_pages(
     bench: StoreBench[SegmentStore],
 ) -> None:
-    """CPU memory compresses pages before the first one is demoted, so one table serves both."""
+    """A store without a table adopts the first table of pages that arrive encoded, and still has it
+    after a restart. CPU memory compresses pages before the first one is demoted, so one table
+    serves both."""
     bench.put(1, 2)
     first = Counting(PAGE_FORMAT, bytes([7]) * 5000)
     codecs = [Counting(PAGE_FORMAT), ZSTD, None, first, first]
@@ -218,7 +220,8 @@ def test_a_page_given_twice_is_written_once(bench: StoreBench[SegmentStore]) -> 
 def test_a_damaged_page_of_the_stores_own_codec_is_never_served(
     bench: StoreBench[SegmentStore],
 ) -> None:
-    """The undamaged pages next to it are served, also after a restart."""
+    """Three of ten encoded pages are damaged. The store serves the seven others and none of the
+    three, before and after a restart."""
     codec = own(bench)
     pages = [(key, coded_page(key, codec)) for key in map(page_key, range(40, 50))]
     for i, count in ((0, 1), (4, 9), (9, 0)):
@@ -240,8 +243,8 @@ def test_a_damaged_page_of_the_stores_own_codec_is_never_served(
 def test_pages_of_a_bundle_are_written_in_their_encoded_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path of a compressed page, with the codec of real pages. Pages of a compressed bundle are
-    not encoded again, and the store encodes the pages of an incompressible one."""
+    """Pages of a compressed bundle are stored in their encoded form. Pages of an incompressible
+    bundle are encoded by the store. All pages are read back, before and after a restart."""
     options = store_options(tmp_path, page_format=PAGE_FORMAT)
     slots = np.stack([synthetic_page(PAGE_FORMAT, seed) for seed in range(40)])
     slots[32:] = np.random.default_rng(1).integers(0, 256, (8, PAGE_FORMAT.page_bytes))

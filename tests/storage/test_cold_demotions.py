@@ -69,7 +69,7 @@ class Store(MemoryStore):
         return frozenset(i for i, (name, _) in enumerate(pages) if name in self.refused)
 
     def holds(self, n: int) -> bool:
-        """Return True if the page exists. Asserts that it has the right bytes."""
+        """Return True if the page exists. Asserts that it has the correct bytes."""
         out = np.zeros(FORMAT.page_bytes, np.uint8)
         if self.get([(key(n), out)]):
             return False
@@ -95,8 +95,8 @@ class Bench:
         return found
 
     def place(self, n: int, what: str) -> int:
-        """Put page ``n`` into its place: raw, or in a bundle that holds it encoded, holds it "as it
-        is" (not encoded), lacks it or raises an error. Returns the place."""
+        """Put page ``n`` into its place, and return the place. The page is raw, or in a bundle that
+        has it encoded, has it "as it is" (not encoded), lacks it or raises an error."""
         if what == "raw":
             return n
         self.slots[n] = 0xEE
@@ -212,8 +212,8 @@ def test_the_last_flush_writes_cold_pages_too(bench: Bench) -> None:
 def test_a_last_flush_does_not_stop_at_a_missing_bundle(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Missing pages do not count as failures of the store, which still gets the pages after
-    them."""
+    """The last flush has five missing pages and two others. Both are stored, because missing pages
+    do not count as failures of the store."""
     monkeypatch.setattr(io_thread, "LEAST_BYTES", FORMAT.page_bytes)
     last = bench.last("missing", "missing", "coded", "missing", "missing", "missing", "raw")
     assert bench.io.close(last, budget_s=10.0) == 2
@@ -233,7 +233,8 @@ def test_a_last_flush_stops_if_the_store_accepts_nothing(
 def test_a_last_flush_stays_within_its_time_despite_missing_pages(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of missing pages take no time, and do not measure the disk's speed."""
+    """A last flush to a slow disk begins with missing pages. It exceeds its time by one page at
+    most, because missing pages do not count when the disk's speed is measured."""
     monkeypatch.setattr(io_thread, "LEAST_BYTES", FORMAT.page_bytes)
     put = bench.store.put
 

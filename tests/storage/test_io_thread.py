@@ -71,7 +71,7 @@ class Bench:
         return self.store_type(options, RawCodec(FORMAT), lambda *_: RawCodec(FORMAT))
 
     def demote(self, pages: range, due: float = 0.0) -> DemoteOrder:
-        """Give the order to demote page ``n`` from slot ``n``."""
+        """Submit an order to demote each page ``n`` from slot ``n``."""
         self.orders += 1
         order = DemoteOrder(OrderId(self.orders), SSD, tuple(map(key, pages)), tuple(pages), due)
         self.io.submit(order)
@@ -193,7 +193,8 @@ def test_a_promotion_ends_with_the_first_group_that_fails_completely(grouped: Be
 
 
 def test_a_demotion_ends_with_the_first_group_that_fails_completely(grouped: Bench) -> None:
-    """An engine runs steps until its orders are reported, and each group that a store does not
+    """The first group of a demotion is stored, and the second fails completely. The other groups
+    fail without being tried: an engine waits for its orders, and each group that a store does not
     answer takes seconds."""
     puts: list[int] = []
     put = grouped.store.put
@@ -244,7 +245,7 @@ def test_an_order_waits_until_it_is_due_and_then_runs_by_itself(bench: Bench) ->
     assert ("get", 3) not in bench.store.log
 
     bench.now = 200.0
-    bench.demote(range(1))  # any order wakes the thread, which the test's clock does not
+    bench.demote(range(1))  # any order wakes the thread; the test's clock does not
     assert up.order_id in bench.reports()
 
 
@@ -303,7 +304,8 @@ def test_the_thread_survives_failures(bench: Bench) -> None:
 
 
 def test_each_error_is_logged_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """The first error may not be the important one."""
+    """One error occurs three times, and then another one occurs. Each is logged once, because the
+    first error may not be the important one."""
 
     def fails(why: str) -> SegmentStore:
         raise OSError(why)

@@ -165,8 +165,8 @@ def test_foreign_lines_are_left_out(tmp_path: Path, body: bytes) -> None:
 
 
 def test_a_line_that_was_changed_is_not_used(tmp_path: Path) -> None:
-    """If a changed line named the tokens of another tail, its page would be restored for the wrong
-    text."""
+    """A note whose line was changed is ignored, and other notes are read. A changed note could
+    restore a page for the wrong text."""
     one = book(tmp_path)
     one.note("tail 1", {"tokens": [17, 18]})
     one.note("tail 2", {"tokens": [19, 20]})

@@ -34,7 +34,7 @@ def everybodys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def theirs(everybodys: Path) -> Path:
-    """A folder in it that another user created first."""
+    """A folder in ``everybodys`` that another user created first."""
     folder = everybodys / "tiered-kv"
     folder.mkdir()
     folder.chmod(0o777)
@@ -61,7 +61,8 @@ def test_files_that_any_user_could_have_created_must_belong_to_this_user(
 
 
 def test_a_folder_of_another_user_in_our_own_folder_is_accepted(tmp_path: Path) -> None:
-    """For example, a container's root is given a folder of a user of the host."""
+    """Another user's folder is accepted in a folder of this user, as when a host's folder is
+    mounted for a container's root. A file of the other user in it is refused."""
     (folder := tmp_path / "ssd").mkdir()
     give_away(folder)
     check_owner(folder)
@@ -90,7 +91,8 @@ def test_no_notes_are_kept_in_another_users_folder(
 
 
 def test_other_users_notes_in_a_shared_folder_are_ignored(tmp_path: Path) -> None:
-    """A Kubernetes volume can be a folder that several users share."""
+    """In a folder that several users share, such as a Kubernetes volume, the notes, locks and
+    policy state of other users are ignored."""
     tmp_path.chmod(0o777)
     for name in ("jobs-0-0.jsonl", "jobs-0-1.lock", "policy-occupancy.json"):
         (tmp_path / name).write_text("{}")

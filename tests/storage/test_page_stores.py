@@ -1,4 +1,4 @@
-"""Stores other than the segment store fulfil the contract of page stores, including faulty ones."""
+"""Conformance of the page stores other than the segment store, including faulty ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestSlowStore(TestFaultyStoreWithoutFaults):
 
 @pytest.fixture
 def pages() -> Pages:
-    """A medium that contains the pages of another engine."""
+    """Return a medium that contains the pages of another engine."""
     medium: Pages = {}
     assert not FaultyStore(medium).put([(key, page_bytes(key)) for key in KEYS])
     return medium
@@ -105,8 +105,8 @@ def test_a_reset_leaves_the_pages_of_other_engines(pages: Pages) -> None:
 
 
 def test_an_order_is_reported_once_its_store_has_answered_and_not_before(pages: Pages) -> None:
-    """Until the store has answered, the order's slots are reserved, because pages may still arrive
-    in them."""
+    """An order is not reported while its store hangs. Its slots stay reserved until the store
+    answers, because pages may still arrive in them."""
     hang = threading.Event()
     memory = np.full((len(KEYS), PAGE_FORMAT.page_bytes), 0xA5, np.uint8)
     io = IoThread(FaultyStore(pages, hang=hang, timeout_s=300.0, missing=KEYS[3:]), memory)

@@ -93,7 +93,7 @@ def trained(pages: RemotePages) -> Codec:
 
 
 class RemoteConformance(StoreConformance):
-    """A store on its own Valkey server."""
+    """The conformance suite of page stores, with a store on a Valkey server of its own."""
 
     knowledge = Knowledge.ASKED
     codec = "raw"
@@ -124,7 +124,7 @@ class TestCentredPages(RemoteConformance):
 
 
 class SharedRootConformance(StoreConformance):
-    """A store in a shared folder."""
+    """The conformance suite of page stores, with a store in a shared folder."""
 
     knowledge = Knowledge.ASKED
     codec = "raw"
@@ -196,8 +196,8 @@ def test_pages_of_a_trained_codec_are_read_elsewhere(server: ValkeyServer) -> No
 def test_training_the_codec_during_a_write_damages_no_page(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, encoded: bool
 ) -> None:
-    """The pages of the write were encoded by the untrained codec, so their records must not name
-    the trained codec's table."""
+    """A codec is trained while a page that the untrained codec encoded is written. Another engine
+    reads the page correctly, so the page's record does not name the new table."""
     before = parse("centred")(PAGE_FORMAT)
     after = before.trained([smooth_page(number) for number in range(20)])
     assert before.table != after.table
@@ -280,7 +280,8 @@ def test_a_reset_deletes_only_this_engines_pages(server: ValkeyServer) -> None:
 def test_a_reset_while_the_store_is_down_is_completed_later(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No engine may find pages of old weights, even if the store was down during the reset."""
+    """The store does not answer during a reset. The page is deleted once the store answers again,
+    so that no engine finds a page of old weights."""
     monkeypatch.setattr(remote_pages, "CALL_S", 0.2)
     ours, theirs, key = open_pages(server), open_pages(server), page_key(1)
     assert not ours.put([(key, page_bytes(key))])
@@ -327,8 +328,8 @@ def test_three_quarters_of_the_bandwidth_are_for_restores(server: ValkeyServer) 
 def test_there_is_no_pause_after_a_failed_write(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the store paused after a failed write, the next order, and so the engine, would wait for
-    that time."""
+    """A write fails because the server is paused. The store requests no pause, which would delay
+    the next order, and so the engine."""
     monkeypatch.setattr(remote_pages, "CALL_S", 0.2)
     pages, key = open_pages(server), page_key(1)
     server.pause()
@@ -378,7 +379,8 @@ def test_a_store_that_starts_later_is_used_then(tmp_path: Path) -> None:
 def test_a_read_only_server_is_read_and_refused_writes_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A replica is an example. Its speed is not assumed to be the lowest possible."""
+    """A replica serves old pages, and refuses new pages, which are counted. Its bandwidth is
+    measured, not assumed to be the lowest possible."""
     (tmp_path / "primary").mkdir()
     (tmp_path / "replica").mkdir()
     old, new, out = page_key(1), page_key(2), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)

@@ -19,7 +19,7 @@ from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 
 class TestFaultyTransferWithoutFaults(TransferConformance):
-    """Until a fault is requested, it behaves like the backend that it wraps."""
+    """The conformance suite, on a faulty transfer from which no fault is requested."""
 
     def make_backend(
         self, layouts: Sequence[PageLayout], storage: Any, pool: CpuPool

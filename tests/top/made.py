@@ -140,7 +140,7 @@ def job(
 
 
 def server(*jobs: JobStatus, engines: tuple[EngineStatus, ...] = ()) -> ServerState:
-    """Return a server with these jobs, polled for the second time."""
+    """Return the state of a server with these jobs, at the second poll."""
     status = ServerStatus("0.1.0", "0.32.0", engines or (engine(),))
     grown = Growth(10.0, {"prompt_tokens_vram": 30, "prompt_tokens_recomputed": 70})
     return ServerState(

@@ -23,7 +23,7 @@ HOSTILE = "\x1b[31mred\x1b[2J\r\n[bold]x[/] \u202e \u05e9 🎉 " + "y" * 300
 
 
 class Engines:
-    """Connects an engine client to the cores of rigs, through vLLM's own messages."""
+    """A stub of vLLM's engine client, which passes calls on to the cores of test rigs."""
 
     def __init__(self, *rigs: Rig) -> None:
         plugin.register()

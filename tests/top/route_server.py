@@ -1,4 +1,4 @@
-"""A web server in this process that gives the routes' answers."""
+"""A web server that runs in the test's process and returns given answers of the routes."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ class RouteServer:
 
 
 def refusal(status: int, message: str) -> Answer:
-    """Return the error response of the routes."""
+    """Return an error response in the format of the routes."""
     return Answer(json.dumps({"error": {"message": message, "code": status}}), status)

@@ -166,7 +166,8 @@ def test_the_message_names_the_field() -> None:
 
 
 def test_a_deeply_nested_answer_is_reported_in_one_sentence() -> None:
-    """The answer is nested too deeply for recursive Python code, but not for the JSON parser."""
+    """An answer that is nested too deeply for recursive Python code, but not for the JSON parser,
+    is refused with one sentence."""
     for depth in (100, 300, 500, 900):
         said = {"version": json.loads("[" * depth + "]" * depth)}
         with pytest.raises(RouteError) as caught:

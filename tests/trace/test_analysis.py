@@ -46,7 +46,8 @@ def of(*turns: TurnRecord) -> TurnTable:
 
 
 def test_a_job_lasts_from_its_first_arrival_to_the_end_of_its_last_turn() -> None:
-    """Records are in the order in which their gaps ended, not in the order of arrival."""
+    """The times of two jobs (14 s and 2 s) are correct, although the records are sorted by the end
+    of their gaps, not by arrival."""
     found = analyze(
         of(turn("a", 2, 10.0, 5.0), turn("b", 1, 3.0, 2.0), turn("a", 1, 1.0), turn(None, 1, 0))
     )

@@ -110,8 +110,8 @@ def test_kv_that_was_promoted_ahead_was_on_ssd_until_then() -> None:
 
 
 def test_curves_count_the_tokens_in_each_location_over_time() -> None:
-    """A context of 100 tokens is pinned for 2 s in a trace of 14 s, and then stays in CPU memory
-    for 5 s."""
+    """A context of 100 tokens is pinned for 2 s and then stays in CPU memory for 5 s. The curves
+    add up to these times and tokens."""
     turns = turn(1, 0.0, 6.0, pin=PINNED), turn(2, 10.0, tokens=TurnTokens(prompt=70, cpu=70))
     table = TurnTable(turns)
     curves = OverTime.of(table, Stays.of(table, TracedJobs.of(table)))
@@ -153,7 +153,8 @@ def test_a_turn_that_was_never_admitted_waits_to_its_end() -> None:
 
 
 def test_of_many_jobs_the_slowest_and_an_even_sample_have_lanes() -> None:
-    """Every hundredth job takes a minute longer."""
+    """Of 4,000 jobs, every hundredth takes a minute longer. Half of the lanes show the slowest
+    jobs, and the others show an even sample."""
     count = 4_000
     turns = [
         turn(1, 10.0 * n, job=f"job-{n}", times=TurnTimes(0, 0, 0, 0, 1, 2 + 60 * (n % 100 == 7)))

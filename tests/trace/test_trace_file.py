@@ -104,8 +104,8 @@ def test_a_recreated_folder_is_written_to_again(tmp_path: Path) -> None:
 
 
 def test_replicas_share_a_trace_and_lose_nothing(path: Path) -> None:
-    """Each thread opens the file separately, as processes do, because a lock belongs to an open
-    file."""
+    """Three threads write to one trace concurrently, and every record is written once. Each thread
+    opens the file separately, as processes do, because a lock belongs to an open file."""
     begin = threading.Barrier(3)
 
     def write(first: int) -> None:

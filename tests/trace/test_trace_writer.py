@@ -53,7 +53,8 @@ def test_close_writes_what_is_queued_and_joins_the_thread(path: Path) -> None:
 
 
 def test_only_its_owner_can_read_the_trace(path: Path) -> None:
-    """Job IDs may contain names of people and of projects."""
+    """Only the owner may read and write the trace file, even with a umask of 0, because job IDs may
+    contain names of people and projects."""
     old = os.umask(0)
     try:
         TraceWriter(path, HEADER).close()

@@ -1,5 +1,4 @@
-"""A copy job becomes the right byte runs: each byte is copied once, and adjacent runs are
-merged."""
+"""A copy job becomes byte runs: each byte is copied once, and adjacent runs are merged."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def test_pages_of_every_dtype_are_restored_bit_for_bit(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_infinity_keep_their_payload_and_their_sign(dtype: str) -> None:
-    """The test covers every bit pattern of the dtype: NaNs of all payloads, both zeros, subnormal
-    numbers and infinities."""
+    """Every bit pattern of the dtype is saved and loaded unchanged: NaNs of all payloads, both
+    zeros, subnormal numbers and infinities."""
     engine = Engine(dtype)
     width = np.uint8 if engine.dtype.itemsize == 1 else np.uint16
     patterns = np.arange(np.iinfo(width).max + 1, dtype=width)

@@ -68,8 +68,8 @@ class SharedMemory:
 
 
 def test_memory_shared_by_several_processes_can_be_used() -> None:
-    """The pool closes the memory and does nothing else to it. Whether the memory is then released
-    is left to its class."""
+    """A pool writes to memory that has a name, and the memory is read under that name. After the
+    pool is closed, even twice, the name no longer exists."""
     memory = SharedMemory(None, 2 * 4096)
     pool = CpuPool(memory, 4096)
     pool.slots[1] = 7
@@ -83,7 +83,8 @@ def test_memory_shared_by_several_processes_can_be_used() -> None:
 
 
 def test_a_view_outlives_the_pool() -> None:
-    """A copy that is still running must not read unmapped memory."""
+    """A slot's view can be read after the pool is closed, so that a copy that still runs does not
+    access unmapped memory."""
     pool = CpuPool(AnonymousMemory(2 * 4096), 4096)
     view = pool.slots[1]
     view[:] = 9

@@ -1,4 +1,4 @@
-"""CPU memory of 600 GiB, whose addresses need more than 39 bits."""
+"""CPU memory of 600 GiB, whose byte offsets need more than 39 bits."""
 
 from __future__ import annotations
 

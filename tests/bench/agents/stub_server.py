@@ -1,5 +1,5 @@
-"""A server with OpenAI's routes, for tests of its clients. Its tokens are words, or the ids of a
-prompt. It remembers every prompt, like an unlimited prefix cache."""
+"""A stub of a server with OpenAI's routes, for tests of clients. The stub remembers every prompt,
+like an unlimited prefix cache. It counts the words of a text prompt as tokens."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tiered_kv.bench.agents.forcing import XARG
 
 Body = dict[str, Any]
 OWN = 99
-"""Token that the server generates if no tokens are forced."""
+"""Token that the stub generates if no tokens are forced."""
 
 
 @dataclass
 class StubServer:
-    """A server that records its requests.
+    """A stub server that records its requests.
 
     Attributes:
-        takes_s: duration of an answer.
-        refuses: a prompt that contains this word is answered with 400.
-        tells: answers report cached tokens, and the server has a metrics page.
-        lacks: fields that are omitted from answers.
-        breaks_off: answers end before they are complete.
-        obeys: the server answers with the forced tokens.
-        until: an answer waits for this event.
-        waits: set when a request starts to wait for ``until``.
+        takes_s: seconds until a request is answered.
+        refuses: a word. A prompt that contains it is answered with status 400.
+        tells: whether answers report cached tokens, and the server has a metrics page.
+        lacks: names of fields that are omitted from answers.
+        breaks_off: whether the server closes the connection in the middle of an answer.
+        obeys: whether the server answers with the tokens that the request forces.
+        until: an event that is awaited before a request is answered.
+        waits: an event that is set when a request starts to wait for ``until``.
     """
 
     url: str = ""
@@ -91,7 +91,7 @@ class StubServer:
             choice: Body = {"index": 0, "finish_reason": None}
             choice |= {"delta": {"content": "yes "}} if chat else {"text": "yes "}
             if body.get("return_token_ids"):
-                # As when a token ends in the middle of a character.
+                # The text is empty, as when a token ends in the middle of a character.
                 choice |= {"token_ids": [token], "text": ""}
             if "logprobs" in body:
                 choice["logprobs"] = {"token_logprobs": [-token / 10], "tokens": ["?"]}
@@ -149,7 +149,7 @@ def common(one: list[str], other: list[str]) -> int:
 
 @contextmanager
 def running(server: StubServer) -> Iterator[StubServer]:
-    """Serve on loopback. Stops when the block ends."""
+    """Serve on the loopback interface until the block ends."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -20,7 +20,7 @@ from tiered_kv.bench.agents.forcing import SERVER_ARGS, XARG, server_env
 
 VOCABULARY = 50
 OWN = 7
-"""Token that the model itself always generates."""
+"""Token that the model generates when no token is forced."""
 
 
 def params(forced: Any = None) -> SamplingParams:
@@ -40,8 +40,8 @@ class Request:
 
 
 class Batch:
-    """Batch of requests, reported to a logits processor as vLLM does: added, removed and moved
-    rows."""
+    """A batch of requests. Its added, removed and moved rows are reported to a logits processor as
+    vLLM does."""
 
     def __init__(self) -> None:
         model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
@@ -52,8 +52,8 @@ class Batch:
     def change(
         self, gone: set[int], new: list[Request], swaps: list[tuple[int, int]] | None = None
     ) -> None:
-        """Put new requests into the rows of removed ones, and move the last rows into the remaining
-        holes."""
+        """Put new requests into the rows of removed requests, move the last rows into the remaining
+        holes, and swap the given pairs of rows."""
         holes = sorted(row for row in gone if row < len(self.rows))
         rows: list[Request | None] = [
             None if row in holes else request for row, request in enumerate(self.rows)
@@ -95,7 +95,7 @@ class Batch:
         return said
 
 
-def test_vllm_accepts_it_as_a_logits_processor() -> None:
+def test_vllm_accepts_the_class_as_a_logits_processor() -> None:
     assert issubclass(ForcedTokens, LogitsProcessor)
     assert not Batch().processor.is_argmax_invariant(), "it must run for greedy requests too"
 

@@ -53,8 +53,8 @@ ADD = [
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Two sessions of three turns. One has no answers in its prompts, as in mini-swe-agent's
-    recordings."""
+    """A trace file with two sessions of three turns each. The prompts of one session lack the
+    answers, as in mini-swe-agent's recordings."""
     path = tmp_path / "sessions.jsonl.gz"
     rows = [row for pair in zip(FIX, ADD, strict=True) for row in pair]
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))

@@ -29,7 +29,7 @@ def test_the_interval_lies_around_the_ratio(pairs: list[tuple[float, float]]) ->
     assert found.low * back.high == pytest.approx(1.0)
 
 
-def test_the_interval_is_students() -> None:
+def test_the_interval_is_that_of_students_t() -> None:
     found = PairedRatio.of([math.e, 1.0, 1.0], [1.0, 1.0, 1.0])
     assert found.value == pytest.approx(math.exp(1 / 3))
     assert found.high is not None
@@ -62,8 +62,8 @@ def spells(seed: int) -> list[float]:
 
 
 def contains_one(times: list[float], orders: list[list[str]]) -> bool:
-    """Compare a server with itself, measured in these orders. Returns True if the interval contains
-    1."""
+    """Compare a server with itself over runs in these orders. Returns True if the confidence
+    interval of the ratio contains 1."""
     by_server: dict[str, list[float]] = {"a": [], "b": []}
     for number, order in enumerate(orders):
         for at, server in enumerate(order):
@@ -89,8 +89,9 @@ def test_a_seed_draws_the_same_orders_and_each_server_is_first_half_of_the_time(
 
 
 def test_spells_of_noise_do_not_make_a_server_differ_from_itself() -> None:
-    """The interval has its nominal coverage of 95% if the orders are drawn at random, but not if
-    they alternate."""
+    """A server is compared with itself on a machine whose speed changes every two runs. If the
+    order of runs is drawn at random, at least 93% of the 95% intervals contain 1. If the order
+    alternates, less than 85% do."""
     alternating = [["a", "b"], ["b", "a"], ["a", "b"], ["b", "a"]]
     drawn = [[drawn_order(["a", "b"], seed, number) for number in range(ROUNDS)] for seed in SEEDS]
     kept = sum(contains_one(spells(seed), drawn[seed]) for seed in SEEDS)

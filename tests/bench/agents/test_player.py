@@ -246,8 +246,8 @@ def test_an_answer_that_cannot_be_used_is_its_job_s_error(server: StubServer, re
 
 
 def test_the_client_holds_no_job_back() -> None:
-    """The client sends one request per job concurrently: no request is answered before all have
-    arrived."""
+    """The server answers no request before it has received one from each of 100 jobs. Every job
+    finishes, which shows that the client sends all requests concurrently."""
     jobs = [job(str(number), turns=TWO_TURNS[:1]) for number in range(100)]
     everybody = threading.Barrier(len(jobs))
 

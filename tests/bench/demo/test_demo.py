@@ -1,4 +1,4 @@
-"""The demo's servers, and the comparison that it prints."""
+"""The demo's servers, and the comparison that the demo prints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def kept(server: str, *jobs: JobDone) -> Kept:
 
 @pytest.fixture
 def comparison() -> Comparison:
-    """Two jobs of two turns. The connector restores the second turns from CPU memory and VRAM."""
+    """A comparison of two jobs with two turns each. With the connector, the second turn of one job
+    finds most of its prompt in VRAM, and that of the other job in CPU memory."""
     stock = kept(
         "stock",
         job("a", 8.0, turn(1, 1.0), turn(2, 4.0, cached=32)),

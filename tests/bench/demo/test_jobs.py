@@ -1,4 +1,4 @@
-"""The demo's jobs and KV pool, sized for a machine."""
+"""The sizes of the demo's jobs and KV pool, chosen for a machine."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def test_a_faster_machine_gets_more_work_for_the_same_time() -> None:
 
 
 def test_a_slow_moment_does_not_make_the_machine_look_slow() -> None:
-    """The first round loads kernels, and other processes may slow the next rounds."""
+    """Two slow calls are followed by a fast one, and the time of the fast call is reported. The
+    first call loads kernels, and other processes may slow down the second."""
     slow = [0.05, 0.05, 0.0]
     (took,) = fastest([lambda: time.sleep(slow.pop(0))], 0.05)
     assert took < 0.05

@@ -1,4 +1,4 @@
-"""``tiered-kv bench`` measures, compares and plots running servers."""
+"""``tiered-kv bench`` measures running servers, compares them and plots the results."""
 
 from __future__ import annotations
 

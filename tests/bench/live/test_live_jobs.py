@@ -1,4 +1,4 @@
-"""Jobs from generators, and from recordings in third-party formats."""
+"""Jobs that are loaded from recordings in third-party formats, and adapted to a server's limits."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def test_mooncakes_requests_are_joined_to_jobs_by_their_prompts_blocks(tmp_path:
         tmp_path / "mooncake.jsonl",
         [
             row(0, 1_100, 60, [1, 2, 3]),
-            row(1_000, 1_030, 50, [1, 5, 6]),  # starts like the first, but is another job
-            row(4_000, 1_700, 60, [1, 2, 7, 8]),  # continues the first
-            row(5_000, 1_110, 60, [1, 2, 9]),  # has the first's blocks, but no space for its answer
+            row(1_000, 1_030, 50, [1, 5, 6]),  # starts like the first job, but is another one
+            row(4_000, 1_700, 60, [1, 2, 7, 8]),  # continues the first job
+            row(5_000, 1_110, 60, [1, 2, 9]),  # shares the first job's blocks, but not its answer
         ],
     )
     jobs = load(path).jobs
@@ -129,8 +129,8 @@ def hashed(ms: float, tokens: int, hashes: int, **more: Any) -> dict[str, Any]:
 
 
 def bailian(chats: int = 40, turns: int = 3) -> list[dict[str, Any]]:
-    """Return chats whose turns are 30 s apart. Each prompt contains the previous prompt and its
-    answer."""
+    """Return the requests of several chats, in Bailian's format. The turns of a chat are 30 s
+    apart, and each prompt contains the previous prompt and its answer."""
     rows = []
     for chat in range(chats):
         for turn in range(turns):
@@ -177,7 +177,7 @@ def test_a_wrong_number_of_hashes_per_prompt_is_refused(
 
 
 def test_a_few_odd_requests_are_left_out_and_counted(tmp_path: Path) -> None:
-    # Half of them lack the hash of their last block.
+    # Half of the requests lack the hash of their last block.
     rows = [hashed(1e4 * n, 600, 1 + n % 2) for n in range(200)]
     rows[7]["hash_ids"] = []
     found = load(lines(tmp_path / "mooncake.jsonl", rows))
@@ -287,7 +287,9 @@ ODD_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-184", "true", '"7"', "
 @pytest.mark.parametrize("odd", ODD_NUMBERS)
 @pytest.mark.parametrize("form", OF_EACH_FORM)
 def test_an_invalid_number_is_refused_with_its_line(form: str, odd: str, tmp_path: Path) -> None:
-    """Tests each numeric field of a request, also inside nested lists of requests."""
+    """Each numeric field of a request is replaced by an invalid number, including the fields of
+    nested requests. Loading the recording raises a ValueError of one line that names the file and
+    the line or session."""
     fields = {
         "mooncake": ("timestamp", "input_length", "output_length"),
         "bailian": ("timestamp", "input_length", "output_length"),
@@ -337,7 +339,7 @@ def test_another_file_is_refused_with_what_is_wrong(text: str, said: str, tmp_pa
     path.write_text(text)
     with pytest.raises(ValueError, match=said) as caught:
         load(path)
-    str(caught.value).encode()  # it can be printed
+    str(caught.value).encode()  # the message can be printed
 
 
 def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prompt texts, and arrivals of jobs, for measurements of running servers."""
+"""Prompt texts and job arrivals for measurements of running servers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_a_job_s_texts_have_its_sizes_and_its_gaps() -> None:
 
 
 def test_no_prompt_of_a_run_starts_as_one_of_another_run() -> None:
-    """If two runs shared prompts, the second run on a server would hit the prefix cache of the
-    first."""
+    """Prompts of two runs share at most their first word. Otherwise, the second run on a server
+    would hit the prefix cache of the first."""
     recorded = {"recorded": ("the same words",)}
     for sizes in (SIZES, SimJob("recorded", 0.0, (SimTurn(0, 9, 1, 0.0),))):
         one, other = (words(Texts(nonce, 1.0, recorded), sizes) for nonce in ("one", "two"))

@@ -39,7 +39,8 @@ from tiered_kv.bench.servers.server_costs import ServerCosts
 KINDS = make_kinds("model", size_for([3000], 6400))
 PRESET = Preset(jobs=2, turns=1, idle_jobs=1, idle_rounds=3, rounds=2, pool_tokens=6400)
 PACE = {"stock": 2.0, "control": 2.0, "tiered": 1.2, "reach": 1.1, "bound": 1.0}
-"""Slowdown factor by server, relative to the load. Other servers are as slow as stock."""
+"""Factor by which the load slows down each server. Servers that are not listed are as slow as
+stock."""
 
 
 def slowdown(server: str, jobs_per_s: float) -> float:
@@ -48,7 +49,7 @@ def slowdown(server: str, jobs_per_s: float) -> float:
 
 
 class Machine:
-    """Simulated servers on which jobs take longer the more of them arrive. Optional servers fail to
+    """Simulated servers. Jobs take longer at a higher arrival rate, and optional servers fail to
     start."""
 
     def __init__(self, stop_after: int | None = None, jobs: int = 2, **job: Any) -> None:
@@ -124,7 +125,7 @@ def test_a_router_gets_the_costs_of_stock_steps_and_does_not_run_before_they_are
     turns = tuple(
         TurnDone(at, 10.0 * at, 0.1 * at, 0.1 * at + 2.0, 100 * at, 0, 50) for at in range(1, 9)
     )
-    machine = Machine(jobs=1, turns=turns)  # of many lengths, so that costs can be fitted
+    machine = Machine(jobs=1, turns=turns)  # prompts of many lengths, so that costs can be fitted
     kinds = make_kinds("model", size_for([3000], 6400), peers=True)
     kinds = [replace(kind, optional=False) for kind in kinds]
     ledger = Ledger(tmp_path, {}, resume=False)

@@ -94,7 +94,7 @@ def test_every_start_of_ours_has_a_trace_of_its_own(tmp_path: Path) -> None:
         assert (one != other) == (name == "tiered")
 
 
-def test_what_others_offer_may_fail_to_start_and_gets_as_much_memory() -> None:
+def test_offloading_of_vllm_is_optional_and_gets_as_much_memory_as_ours() -> None:
     kinds = made()
     optional = [kind for kind in kinds.values() if kind.optional]
     assert [kind.name for kind in optional] == ["vllm-offloading", "vllm-simple"]
@@ -103,7 +103,7 @@ def test_what_others_offer_may_fail_to_start_and_gets_as_much_memory() -> None:
     assert config["kv_connector_extra_config"] == {"cpu_bytes_to_use": 4 << 30}
 
 
-def test_peers_stand_around_stock_and_one_of_them_in_front_of_ours_as_well() -> None:
+def test_peers_run_with_stock_and_the_router_also_with_ours() -> None:
     kinds = made(peers=True)
     assert [name for name in kinds if name not in made()] == [
         "lmcache",

@@ -62,9 +62,9 @@ def test_a_broken_torch_is_an_error_that_shows_its_output(
         cpu_dtype.__wrapped__()
 
 
-def test_any_machine_can_be_made_one_without_avx512() -> None:
-    """Tests of the code path without AVX-512 run under ``scripts/avx2`` on machines that have
-    it."""
+def test_avx512_can_be_hidden_on_any_machine() -> None:
+    """Under ``scripts/avx2``, torch and vLLM use AVX2 kernels, and float32 is chosen. This makes it
+    possible to test the code path without AVX-512 on a machine that has AVX-512."""
     script = (
         "import torch; from vllm.platforms.cpu import CpuPlatform; CpuPlatform.import_kernels();"
         "print(torch.backends.cpu.get_cpu_capability());"

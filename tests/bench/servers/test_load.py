@@ -11,7 +11,7 @@ from tiered_kv.bench.servers import load
 from tiered_kv.bench.servers.load import CpuClock, cores_of_others, group_members, read_clock
 
 
-def test_others_are_the_machine_less_oneself() -> None:
+def test_the_cores_of_others_exclude_those_of_this_process() -> None:
     begin = CpuClock(wall=10.0, machine=100.0, own=5.0)
     assert cores_of_others(begin, CpuClock(wall=20.0, machine=118.0, own=20.0)) == 0.3
     assert cores_of_others(begin, CpuClock(wall=20.0, machine=110.0, own=16.0)) == 0.0

@@ -11,7 +11,8 @@ from tiered_kv.bench.servers.model import ModelError, small_model
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder. The path of the GGUF file is replaced by one that need not exist."""
+    """Set up an empty cache, and the path of a GGUF file that need not exist. Returns the folder
+    for converted models."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(model_module, "find_gguf", lambda: tmp_path / "model.gguf")
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.0")

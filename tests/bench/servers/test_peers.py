@@ -1,4 +1,5 @@
-"""The processes of other projects' servers run next to a measured server, and stop afterwards."""
+"""Other projects' servers, which are started together with a measured server and stopped after
+it."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def setting(tmp_path: Path, costs: ServerCosts | None = COSTS) -> Setting:
 
 
 def said(log: Path) -> list[str]:
-    """Return the arguments that a program was started with."""
+    """Return the arguments that a program was started with, from its log."""
     found: list[str] = json.loads(log.read_text().splitlines()[0].replace("'", '"'))
     return found
 

@@ -32,7 +32,7 @@ scratch = pathlib.Path(tempfile.gettempdir())
 (scratch / "vllm_dist").write_text("")
 print("scratch", scratch, flush=True)
 """
-"""Leaves a file in the temporary folder, as vLLM does."""
+"""Script that leaves a file in the temporary folder, as vLLM does."""
 PLAIN_CHILD = "import time; time.sleep(600)"
 STUBBORN_CHILD = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + PLAIN_CHILD
 DIES = "print('line one'); print('no such model'); raise SystemExit(3)"
@@ -222,7 +222,8 @@ RuntimeError: Engine core initialization failed. See root cause above.
 def test_the_time_of_a_stopped_server_s_engine_does_not_count_as_other_programs(
     tmp_path: Path,
 ) -> None:
-    """Like vLLM's engine, the child is never waited for."""
+    """A server has a child process that it never waits for, like vLLM's engine. After the server
+    has stopped, the CPU time of the child still counts as this process's own."""
     burns = "for _ in range(20_000_000): pass\nprint('burnt', flush=True)\n" + PLAIN_CHILD
     before = read_clock()
     with VllmServer(scripted(HEALTHY.replace("CHILD", repr(burns))), tmp_path / "log") as server:

@@ -122,7 +122,8 @@ def test_states_come_back_from_ssd_when_cpu_memory_is_short() -> None:
 
 
 def test_a_state_costs_the_same_to_restore_whatever_the_context() -> None:
-    """The other bytes are those of attention, and are proportional to the tokens."""
+    """Contexts of 4 and of 40 blocks are restored. In addition to the bytes of attention, which are
+    proportional to the tokens, each restore moves one state."""
     moved = []
     for tokens in (1_312 * 4, 1_312 * 40):
         turns = (SimTurn(0, tokens, 1, 400.0), SimTurn(tokens, 100, 1, 0.0))

@@ -21,7 +21,7 @@ from tiered_kv.testing.vllm.rig import Rig
 __all__ = ["make_rig"]
 
 SMALL = 24
-"""Blocks of 16 tokens that requests may occupy concurrently, including vLLM's null block."""
+"""Number of 16-token blocks that requests may occupy concurrently, including vLLM's null block."""
 LARGE = 2_000
 
 
@@ -88,7 +88,8 @@ def test_a_bound_as_large_as_the_pool_is_stock(make_rig: MakeRig, seed: int, pol
 
 
 def test_a_preempted_context_is_found_again_except_its_last_block(make_rig: MakeRig) -> None:
-    """Three requests of 7 blocks fit into 23 until they grow."""
+    """Three requests of 7 blocks each fit into 23 blocks until they grow and are preempted. A
+    resumed request computes at most one block of 16 tokens again."""
     rig = reach_rig(make_rig)
     for number in range(3):
         rig.add(f"r{number}", [number] * 110, 100)
@@ -107,7 +108,8 @@ def test_a_preempted_context_is_found_again_except_its_last_block(make_rig: Make
 
 def test_a_context_evicted_from_a_small_pool_is_still_cached(make_rig: MakeRig) -> None:
     """A job's second turn arrives after other requests that together fill the small pool three
-    times."""
+    times. It computes at most one block. On stock vLLM with the small pool, it computes all 169
+    tokens."""
 
     def computed(rig: Rig) -> int:
         rig.add("first", range(160), 8)
@@ -162,12 +164,12 @@ def means(names: Sequence[str], pool_tokens: int) -> dict[str, float]:
     }
 
 
-def test_it_lies_between_stock_and_unlimited_vram() -> None:
+def test_the_bound_lies_between_stock_and_unlimited_vram() -> None:
     found = means(("fcfs", "reach", "job-reach", "infinite"), 16_000)
     assert found["infinite"] < 0.9 * found["job-reach"] < 0.9 * found["reach"]
     assert found["reach"] < 0.9 * found["fcfs"]
 
 
-def test_if_everything_fits_it_equals_unlimited_vram() -> None:
+def test_if_everything_fits_the_bound_equals_unlimited_vram() -> None:
     found = means(("reach", "infinite"), 200_000)
     assert found["reach"] == found["infinite"]

@@ -1,4 +1,4 @@
-"""Simulated runs match closed-form results where there are any, and are reproducible exactly."""
+"""Simulated runs: their agreement with closed-form results, and their exact reproducibility."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workl
 
 SMALL = replace(TIGHT.machine(), pool_tokens=16_000)
 RATE = 4.0
-"""Jobs per second, more than such a small pool can sustain."""
+"""Jobs per second: more than the small pool can sustain."""
 
 
 def run(name: str, workload: Workload | None = None, tiers: Tiers | None = None) -> Outcome:
@@ -51,7 +51,7 @@ def test_another_eviction_rule_evicts_other_pages() -> None:
     assert run("occupancy+cpu@lru", tiers=tight).jobs != by_worth.jobs
 
 
-def test_leaps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaps_of_the_clock_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(name: str) -> list[float]:
         return [turn.ended_s for job in run(name).jobs for turn in job.turns]
 
@@ -95,8 +95,9 @@ def test_servers_of_ours_differ_in_how_long_they_hold_a_job(
 
 
 def test_a_server_that_knows_how_long_contexts_get_loses_less() -> None:
-    """Eight jobs start with 1,000 tokens and end with 6,000, in a pool of 16,000 tokens. At first,
-    only the server that knows the jobs' lengths can tell that two of them fill the pool."""
+    """Eight jobs grow from 1,000 to 6,000 tokens, in a pool of 16,000 tokens that can hold only two
+    of them at the end. A server that knows the final lengths recomputes less and finishes jobs
+    sooner."""
     turns = tuple(
         SimTurn(shared=1000 * done, added=950, output=50, gap_s=0.05 if done < 5 else 0.0)
         for done in range(6)

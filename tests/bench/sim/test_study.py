@@ -178,7 +178,7 @@ def test_a_long_prompt_takes_more_steps_where_a_step_computes_less_of_it() -> No
 
 
 def test_a_static_batch_starts_after_the_whole_previous_one() -> None:
-    few = replace(PLACE, prefix_caching=False, max_seqs=4)  # the pool has space for them
+    few = replace(PLACE, prefix_caching=False, max_seqs=4)  # the pool has space for four
     outcome = played(few, "in-batches")
     turns = [turn for job in outcome.jobs for turn in job.turns]
     batches: list[list[TurnRecord]] = []

@@ -1,4 +1,5 @@
-"""Validation of the simulator: costs fitted to a server's times, and the verdict of the command."""
+"""Validation of the simulator: costs fitted to a server's times, and the validation command's
+verdict."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_sessions_become_jobs_that_end_where_the_user_left(tmp_path: Path) -> No
 
 
 def recorded(folder: Path, *sessions: list[Any]) -> Workload:
-    """Return the jobs of a recording of sessions with these requests."""
+    """Write a recording of sessions with these requests, and return its jobs."""
     said = [{"id": f"s{at}", "dup": False, "reqs": reqs} for at, reqs in enumerate(sessions)]
     path = folder / "sessions.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, said)).encode()))

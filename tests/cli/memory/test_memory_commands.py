@@ -15,7 +15,8 @@ from tiered_kv.cli.app import app
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    """Run a command. Return its standard output, or for exit code 2 its one-line error."""
+    """Run a command, and return its standard output. For exit code 2, returns its one-line
+    error."""
     result = CliRunner().invoke(app, ["memory", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

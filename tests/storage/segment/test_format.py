@@ -216,8 +216,8 @@ def test_a_segment_of_another_version_is_refused_with_its_version() -> None:
 
 
 def test_the_format_has_not_changed() -> None:
-    """A change of the format requires a new VERSION, because existing stores contain these
-    bytes."""
+    """The packed bytes have a known hash. A change of the format requires a new VERSION, because
+    existing stores contain bytes of the old format."""
     everything = (
         pack_segment_header(HEADER)
         + pack_record_header(HEADER, RECORD)
@@ -254,7 +254,8 @@ def test_a_footer_with_a_wrong_length_is_refused() -> None:
 
 @pytest.mark.parametrize("lengths", [(40, 40), (48, 49), (48, 47), (81, 15), (256, 48)])
 def test_a_footer_whose_keys_have_other_lengths_is_refused(lengths: tuple[int, int]) -> None:
-    """The footer is refused although its digests are right."""
+    """A footer whose entries state wrong key lengths is refused, although its digests are
+    correct."""
     places = [FooterEntry(PageKey(bytes([n]) * 48), BLOCK * n, 10, 20, 5) for n in (1, 2)]
     footer = bytearray(pack_footer(HEADER, 3 * BLOCK, places))
     rows = np.frombuffer(footer, ENTRY, 2)

@@ -95,7 +95,7 @@ def test_an_unsealed_segment_of_small_pages_is_read_in_large_reads(
     loaded = load(path, files)
     assert not loaded.sealed
     assert [entry.key for entry in loaded.entries] == [page_key(name) for name in range(1000)]
-    # The start, the end, and the pages of the last group, which are read one by one.
+    # Reads of the start and of the end, and one read for each page of the last group.
     beside = 4 + 50
     assert files.reads <= beside + path.stat().st_size // (1 << 20) + 2
     assert files.asked < 2 * path.stat().st_size
@@ -169,7 +169,8 @@ def test_the_longest_segment_is_accepted(tmp_path: Path, files: CountedFiles) ->
 
 
 def test_a_footer_with_too_many_entries_is_refused(tmp_path: Path, files: CountedFiles) -> None:
-    """A footer that claims to be the whole file would be read in one piece."""
+    """A footer that claims to fill the whole file is refused, and no more than 1 MiB is read at a
+    time."""
     header, count = header_of(), 4_000_000
     offset = header.header_bytes
     nbytes = offset + footer_bytes(count, 0)

@@ -34,7 +34,7 @@ Open = Callable[..., SharedRoot]
 
 
 class TestSharedRoot(RemoteConformance):
-    """The store of one process, in its own folder."""
+    """The conformance suite of remote stores, with the store of one process in its own folder."""
 
     def make_store(self, root: Path) -> RemoteStore:
         root.mkdir()
@@ -69,7 +69,7 @@ def pack_files(root: Path) -> list[Path]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> list[int]:
-    """Make a system call fail while the returned list is not empty."""
+    """Make a system call fail with this error number until the returned list is emptied."""
     real, failures = getattr(os, name), [number]
 
     def call(*args: Any) -> Any:

@@ -39,8 +39,9 @@ def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_folder_of_an_engine_that_only_reads_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool, looks: bool
 ) -> None:
-    """The engine's lock shows processes on its own host that it is alive, and its heartbeat shows
-    this to all others. The first rank looks up pages, and the others only read them."""
+    """An engine last wrote two days ago, but still looks up or reads pages, and another engine
+    needs space. The folder stays: its lock shows on the same host, and its heartbeat on other
+    hosts, that the engine is alive."""
     reader, (one, other) = SharedRoot(tmp_path, MOST), keys("one", "other")
     assert reader.put([(one, [b"x" * 1000])], soon()) == [Outcome.STORED]
     lock = next(tmp_path.glob("*/lock"))
@@ -163,7 +164,8 @@ def test_on_a_full_disk_the_oldest_values_are_replaced_by_new_ones(
 def test_on_a_full_disk_a_process_opens_its_folder_and_continues(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process rewrites the index, and keeps correspondingly fewer values."""
+    """A disk fills up while no process uses a folder. The next process opens the folder, stores new
+    values, and keeps more than 20 of the 45 old values."""
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     store, old = SharedRoot(small_disk, 6 << 20), values(45)
     store.put(old, soon())
@@ -194,7 +196,8 @@ def test_on_a_full_disk_deleted_values_are_not_found(
 def test_an_unreported_quota_counts_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values that did not fit leave no holes, and each call deletes at most the oldest pack."""
+    """Writes fail beyond a quota of 3 MB that the disk does not report. New values are stored in
+    place of the oldest, and values that did not fit leave no holes in the packs."""
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     real, old, new = os.pwrite, values(30), values(30, "new")
 
@@ -225,7 +228,8 @@ def test_an_unreported_quota_counts_as_a_full_disk(
 def test_a_disk_that_accepts_nothing_costs_at_most_one_pack_per_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other programs immediately use the space of everything that this process deletes."""
+    """Other programs immediately use all space that this process frees. Each call refuses its
+    values and deletes one pack."""
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     real, old, new = os.pwrite, values(30), values(12, "new")
 
@@ -275,7 +279,8 @@ def test_values_written_before_the_disk_was_full_count(
 def test_a_disk_without_inodes_refuses_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes are free but inodes are not, so a new pack cannot be created."""
+    """The disk has free bytes but no free inodes, so no pack can be created. Values are refused,
+    and are stored once there are inodes again."""
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     real, new = os.open, values(3)
 
@@ -343,8 +348,8 @@ for number in range(25, 40):
 
 
 def test_a_folder_whose_index_could_not_be_replaced_is_opened(tmp_path: Path) -> None:
-    """A process that was killed before the replacement, or ran out of space, leaves the new
-    index."""
+    """A process that was killed or ran out of space has left an incomplete new index. The folder is
+    opened with the values of the old index, and accepts new values."""
     store = SharedRoot(tmp_path, MOST)
     put_all(store, keys("before"), [b"value"])
     store.close()
@@ -358,12 +363,13 @@ def test_a_folder_whose_index_could_not_be_replaced_is_opened(tmp_path: Path) ->
 
 
 def test_the_number_of_a_deleted_pack_is_not_reused(tmp_path: Path) -> None:
-    """A reader may still have an old index, and would find other values in the pack."""
+    """A pack is deleted before the index is updated. The next pack gets another number, so that a
+    reader with the old index finds no wrong value."""
     store, reader = SharedRoot(tmp_path, MOST), SharedRoot(tmp_path, MOST)
     put_all(store, keys("old"), [b"old value"])
     assert reader.exists(keys("old"), soon()) == [Outcome.HIT]
     store.close()
-    # As if its process was killed before it updated the index.
+    # Simulate a process that was killed before it updated the index.
     next(tmp_path.glob("*/*.pack")).unlink()
     again = SharedRoot(tmp_path, MOST)
     put_all(again, keys("new"), [b"new value"])

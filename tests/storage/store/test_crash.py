@@ -140,8 +140,8 @@ def found_in(store: SegmentStore) -> dict[int, bytes]:
 
 
 def check(found: dict[int, bytes], before: Moment, after: Moment) -> None:
-    """Assert that the pages found are the acknowledged pages, and at most the pages being
-    written."""
+    """Assert that all acknowledged pages are found in a valid version, and that every other page
+    that is found was put since the last reset."""
     for name in before.stored.keys() & after.stored.keys():
         assert name in found, f"page {name} was durable and is lost"
     for name, page in found.items():
@@ -153,7 +153,7 @@ def check(found: dict[int, bytes], before: Moment, after: Moment) -> None:
 
 
 def check_was_stored(name: int, page: bytes, before: Moment, after: Moment) -> None:
-    """Assert that the page was put since the last reset."""
+    """Assert that the page found is a version that was put since the last reset."""
     versions = before.past.get(name, set()) | after.past.get(name, set())
     assert is_version(name, page, versions), f"page {name} is wrong, or of before a reset"
 
@@ -283,8 +283,9 @@ def test_kill_minus_nine_at_three_hundred_moments_loses_nothing_durable(tmp_path
 def test_survivors_outlive_a_kill_during_a_reclaim_and_the_next_reclaim(
     tmp_path: Path,
 ) -> None:
-    """The process is killed after survivors are written, and before their old segment is deleted. A
-    full store then has both, which exceeds its share."""
+    """A process is killed after it has written survivors, and before it deletes their old segment.
+    The restarted store proposes the rest of that segment, and keeps the survivors of both
+    reclaims."""
     segment = store_options(tmp_path, capacity_bytes=0).segment_bytes
     options = store_options(tmp_path / "root", capacity_bytes=8 * segment)
     files = FaultyFiles(UnsafeFiles())
@@ -294,7 +295,7 @@ def test_survivors_outlive_a_kill_during_a_reclaim_and_the_next_reclaim(
                 break
         first = store.proposal()
         assert first is not None
-        # The last operation of a reclaim, before which the process is killed.
+        # The process is killed before the last operation of the reclaim.
         files.fail("unlink", errno.EIO)
         store.reclaim(first.segment, first.keys[::2])
     assert files.struck == 1
@@ -324,8 +325,8 @@ def unsealed_copy(store: SegmentStore, change: Callable[[bytes], bytes]) -> None
 
 
 def test_stale_records_in_a_reused_file_are_not_found(tmp_path: Path) -> None:
-    """After the segment's own records, the blocks of its file still contain complete records of
-    another segment."""
+    """A file contains complete records of another segment after the records of its own segment. The
+    store finds only the segment's own page."""
     options = store_options(tmp_path)
     store = open_store(options, trained=False)
     store.put([(page_key(i), page_bytes(page_key(i))) for i in range(10)])

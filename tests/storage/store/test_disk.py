@@ -40,7 +40,7 @@ def put(store: SegmentStore) -> None:
 
 
 def check(store: SegmentStore) -> None:
-    """Assert that every page is found and right."""
+    """Assert that every page is found and has the correct bytes."""
     wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in KEYS]
     assert store.get(wanted) == frozenset()
     assert all(np.array_equal(out, page_bytes(key)) for key, out in wanted)

@@ -50,8 +50,8 @@ class Bench:
         return failed
 
     def get(self) -> set[PageKey]:
-        """Read all pages. Asserts that returned pages are right and that failed ones are removed
-        from the store. Returns the failed ones."""
+        """Read all pages. Asserts that returned pages are correct, and that failed pages are
+        removed from the store. Returns the keys of the failed pages."""
         keys = list(self.stored)
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]
         failed = self.store.get(wanted)
@@ -198,7 +198,7 @@ def test_a_disk_that_writes_less_than_a_block_fails_and_does_not_hang(bench: Ben
 
 def test_a_read_error_costs_only_the_affected_pages(bench: Bench) -> None:
     bench.put(30)
-    # A read of several neighbours, then of one of them.
+    # Fail a read of several neighbouring pages, then a read of one of them.
     bench.files.fail("pread", errno.EIO, times=2)
     assert len(bench.get()) <= 2
     assert bench.store.stats.read_errors <= 2
@@ -250,7 +250,8 @@ def test_a_segment_unreadable_at_startup_may_be_readable_the_next_time(
 
 
 def test_a_segment_without_its_codec_may_be_readable_the_next_time(bench: Bench) -> None:
-    """For example, memory for the codec was short, which is not a fault of the segment."""
+    """A store is opened while memory is too short for the codec, and finds no pages. Opened again
+    with enough memory, it finds all 40."""
     bench.put(40)
     bench.store.close()
 
@@ -336,7 +337,8 @@ def test_a_store_that_cannot_be_opened_is_reported_and_holds_nothing(
 
 
 def test_a_segment_that_cannot_be_sealed_on_opening_is_served_unsealed(bench: Bench) -> None:
-    """A killed process left the segment without a footer, and the disk accepts no more writes."""
+    """A killed process has left a segment without a footer, and the disk accepts no more writes.
+    The store opens, and serves all pages of the segment."""
     bench.put(7)
     killed = bench.options.folder.with_name("killed")
     shutil.copytree(bench.options.folder, killed)

@@ -47,7 +47,8 @@ def ends() -> Iterator[None]:
 
 @dataclass
 class Life:
-    """A store that is written to, deletes segments as proposed, and reports its pages."""
+    """A store and the pages that it must have, with methods that put pages and reclaim proposed
+    segments."""
 
     options: StoreOptions
     files: FileLayer
@@ -93,7 +94,7 @@ class Life:
         return stored, lost
 
     def check(self) -> None:
-        """Assert that every stored page exists and is right."""
+        """Assert that every stored page exists and has the correct bytes."""
         assert set(self.store.keys()) == set(self.stored)
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in self.stored]
         assert self.store.get(wanted) == frozenset()
@@ -123,7 +124,8 @@ def used(root: Path) -> int:
 def test_a_disk_smaller_than_the_capacity_is_a_smaller_capacity(
     tmp_path: Path, segments: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All new pages are stored, survivors survive, and nothing is logged."""
+    """On a disk smaller than the capacity, all new pages are stored, all survivors of reclaims are
+    kept, and no warning is logged."""
     life = small_life(tmp_path, segments)
     stored, lost = life.go_on(80)
     assert (stored, lost) == (80 * 8, 0)
@@ -138,8 +140,8 @@ def test_a_disk_smaller_than_the_capacity_is_a_smaller_capacity(
 def test_an_unreported_quota_is_a_smaller_capacity(
     tmp_path: Path, segments: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The quota is detected by failed writes, which cost the pages of one put per segment, and one
-    warning in total."""
+    """A quota that the disk does not report is detected by failed writes. More than half of the
+    pages are stored, and one warning is logged."""
     life = small_life(tmp_path, segments, tells=False)
     stored, _ = life.go_on(80)
     assert stored > 80 * 8 * 0.5
@@ -175,7 +177,8 @@ def test_a_disk_that_others_fill_accepts_pages_while_it_has_space(
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_on_a_full_disk_unused_stores_are_deleted_first(tmp_path: Path, tells: bool) -> None:
-    """A server was switched to another model, and the pages of the old one fill the disk."""
+    """The pages of an earlier model fill the disk. The store of the new model deletes some of their
+    segments, and stores all its pages."""
     old = small_life(tmp_path, 6, tells=tells, fingerprint=bytes(16))
     while old.put() == 8:
         pass
@@ -214,7 +217,8 @@ def test_a_disk_smaller_than_a_usual_segment_has_smaller_ones(tmp_path: Path) ->
 
 
 def test_a_disk_with_space_for_one_segment_fills_it(tmp_path: Path) -> None:
-    """The segment is not proposed for deletion while it accepts pages."""
+    """On a disk with space for one segment, the segment is proposed for deletion only once it
+    accepts no more pages."""
     life = small_life(tmp_path, 1.5)
     assert life.put() == 8
     assert life.store.proposal() is None
@@ -228,7 +232,8 @@ def test_a_disk_with_space_for_one_segment_fills_it(tmp_path: Path) -> None:
 def test_groups_are_as_small_as_the_segments_that_they_go_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group that is larger than a segment could not be stored by deleting one segment."""
+    """The I/O thread puts pages in groups that fit into one segment. The deletion of one segment
+    would not make space for a larger group."""
     options = store_options(tmp_path, capacity_bytes=64 << 20)
     life = Life(options, SmallDisk(tmp_path, 12 * LEAST, inner=UnsafeFiles()))
     groups: list[int] = []
@@ -286,8 +291,8 @@ WRITES = ["create", "preallocate", "pwrite", "fdatasync", "sync_folder", "trunca
 def test_a_disk_that_was_full_at_any_write_accepts_pages_again(
     tmp_path: Path, operation: str, error: int
 ) -> None:
-    """Each write fails once: stored pages remain, a reclaim frees space, and the store
-    continues."""
+    """The disk becomes full at each write operation in turn. Stored pages remain, a reclaim frees
+    space, and the store then accepts all pages again."""
     well = short_life(tmp_path / "well")
     assert isinstance(well.files, FaultyFiles)
     calls = well.files.calls[operation]
@@ -309,7 +314,8 @@ def test_a_disk_that_was_full_at_any_write_accepts_pages_again(
 def test_a_store_starts_on_a_full_disk_by_replacing_an_unused_store(
     tmp_path: Path,
 ) -> None:
-    """The disk does not even have space for the store's folder."""
+    """The disk has no space even for the new store's folder. The store deletes the oldest segment
+    of an unused store, and then stores all its pages."""
     old = small_life(tmp_path, 12, fingerprint=bytes(16))
     old.go_on(8)
     old.store.close()
@@ -351,7 +357,8 @@ def test_a_store_opens_although_its_lock_cannot_name_the_owner(
 
 @pytest.mark.parametrize("operation", ["pwrite", "fdatasync"])
 def test_a_disk_without_the_reserved_space_counts_as_full(tmp_path: Path, operation: str) -> None:
-    """The file system writes to blocks other than the reserved ones."""
+    """Writes into reserved space fail, because the file system writes to other blocks. The store
+    proposes a segment for deletion, and accepts pages again once the disk has space."""
     files = FaultyFiles(UnsafeFiles())
     life = Life(store_options(tmp_path, capacity_bytes=CAPACITY), files)
     assert life.go_on(5) == (40, 0)

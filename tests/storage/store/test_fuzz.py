@@ -1,4 +1,4 @@
-"""Segments with arbitrary bytes: the store opens, and returns right pages or none."""
+"""Segments with arbitrary bytes: the store opens, and returns correct pages or none."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ MUTATORS: list[Callable[[random.Random, bytearray, bytearray], None]] = [
 
 @pytest.fixture
 def segments(tmp_path: Path) -> tuple[StoreOptions, Contents]:
-    """Three segments: untrained and sealed, trained and sealed, trained and never sealed. Returns
-    the store's options and the contents."""
+    """Create three segments: untrained and sealed, trained and sealed, trained and never sealed.
+    Returns the store's options and the contents."""
     options = store_options(tmp_path / "root", io_threads=1)
     store = open_store(options)
     store.put(list(PAGES.items())[0:7])
@@ -123,7 +123,7 @@ def segments(tmp_path: Path) -> tuple[StoreOptions, Contents]:
 
 
 def check(options: StoreOptions) -> int:
-    """Return the number of pages that a store serves. Asserts that every page is right."""
+    """Return the number of pages that a store serves. Asserts that every page is correct."""
     (info,) = list_stores(options.root).stores
     for path in info.segments:
         with contextlib.suppress(FormatError):

@@ -27,8 +27,8 @@ def codec_from(codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """``stored`` are pages that must exist. ``dropped`` pages may exist again after a restart, in
-    any of their versions."""
+    """A state machine that compares a store with a dict. Pages in ``stored`` must exist. Pages in
+    ``dropped`` may exist again after a restart, in any of their versions."""
 
     @initialize(trained=st.booleans(), threads=st.integers(1, 3), segments=st.integers(4, 20))
     def begin(self, trained: bool, threads: int, segments: int) -> None:

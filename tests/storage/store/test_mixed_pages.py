@@ -114,7 +114,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_pages_of_another_format_are_not_found(what: str, tmp_path: Path) -> None:
-    """Fingerprints already separate them. This check helps if a fingerprint lacks a property."""
+    """A store does not find pages that have another format and the same fingerprint. Normally the
+    fingerprints differ as well."""
     fill(options_of(tmp_path, STATES), "centred")
     store = opened(options_of(tmp_path, OTHERS[what]), "zstd")
     assert store.keys() == []

@@ -20,7 +20,7 @@ from tiered_kv.testing.segment_store import ToyCodec, store_options
 
 @dataclass
 class SecondSegmentFirst(UnsafeFiles):
-    """Delays the first file's records until another file has some."""
+    """Delays writes of records to the first file until a record of another file is written."""
 
     first: int | None = None
     second_is_written: threading.Event = field(default_factory=threading.Event)

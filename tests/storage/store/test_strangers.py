@@ -55,7 +55,7 @@ def put(store: SegmentStore, *names: int) -> int:
 
 
 def found_in(store: SegmentStore) -> set[int]:
-    """Return the names of the pages found. Asserts that all are right."""
+    """Return the names of the pages found. Asserts that all of them have the correct bytes."""
     keys = store.keys()
     wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]
     assert store.get(wanted) == frozenset()
@@ -118,7 +118,8 @@ def test_freeing_space_deletes_only_segments_of_stores(open_store: Opener, tmp_p
 
 @pytest.mark.parametrize("linked", ["fingerprint", "place", "segment"])
 def test_freeing_space_follows_no_link(open_store: Opener, tmp_path: Path, linked: str) -> None:
-    """A link under this root points to a foreign store."""
+    """A link under the root points to a store elsewhere. Freeing space deletes segments under the
+    root, but neither the link nor any file elsewhere."""
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     outside = dead_store(open_store, elsewhere)
     mine = dead_store(open_store, root, fingerprint=bytes(15) + b"\1")
@@ -235,7 +236,8 @@ def make_odd(path: Path, kind: str, precious: Path) -> None:
 def test_a_lock_with_a_second_hard_link_does_not_change_that_file(
     open_store: Opener, tmp_path: Path
 ) -> None:
-    """The lock may be part of a hard-linked backup, or a trap."""
+    """A store's lock has a second hard link, as in a backup or as a trap. The store opens and locks
+    its folder, and the other file does not change."""
     store = open_store()
     put(store, 1)
     store.close()
@@ -258,7 +260,8 @@ def test_a_lock_with_a_second_hard_link_does_not_change_that_file(
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder", "socket", "itself"])
 def test_only_regular_files_are_segments(open_store: Opener, tmp_path: Path, kind: str) -> None:
-    """The store opens, skips the file's number, and does not change the file."""
+    """A path that is named like a segment is not a regular file. The store opens with all its
+    pages, stores new pages, and does not change the path or what it links to."""
     precious = tmp_path / "precious"
     precious.write_bytes(b"what must stay")
     store = open_store()
@@ -313,8 +316,8 @@ def test_a_number_at_the_end_of_the_range_hides_no_later_segment(
 def test_a_store_without_segment_numbers_left_is_cleared(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New segments are numbered after any existing one, whether the store or someone else created
-    it."""
+    """A store whose segment numbers are nearly used up is cleared when it is opened, and numbers
+    its segments from 1 again."""
     monkeypatch.setattr("tiered_kv.storage.store.segment_lifecycle.NEARLY_LAST_NUMBER", 3)
     monkeypatch.setattr("tiered_kv.storage.store.recovery.NEARLY_LAST_NUMBER", 3)
     store = open_store()

@@ -297,8 +297,8 @@ def test_each_store_uses_its_share_to_the_last_segment(
 def test_nothing_is_proposed_while_there_is_space(
     options: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No segment is proposed for deletion while one fills up, nor when other stores use the rest of
-    the capacity and the open segment is not full."""
+    """A store proposes no segment for deletion while its open segment has space, even if other
+    stores use the rest of the capacity. It proposes one once the open segment is full."""
     monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)
     store = open_store(options, files=UnsafeFiles())
     name = 0

@@ -33,7 +33,7 @@ def page(key: PageKey, page_format: PageFormat) -> Bytes:
 
 
 class Found:
-    """One of the earlier stores, unpacked."""
+    """A store of the earlier version, unpacked from the archive."""
 
     def __init__(self, codec: str, root: Path) -> None:
         with tarfile.open(ARCHIVE) as archive:

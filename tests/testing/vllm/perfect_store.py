@@ -47,7 +47,7 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
 
     Args:
         rng: decides how many tokens of a context are available, when they arrive, and whether
-            they do.
+            their load fails.
         failures: fraction of the loads that fail.
     """
 
@@ -66,7 +66,8 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
         self._connector_metadata: Any = None
         self._kv_cache_config = rig.scheduler.kv_cache_config
         self.loaded: dict[str, int] = {}
-        """By request, the tokens after which it continued with KV from this store."""
+        """Number of tokens after which each request continued with KV from this store, by
+        request."""
         self.failed = 0
         """Number of loads that failed."""
         self.on_finish: Callable[[Any, Tables], None] = lambda request, tables: None

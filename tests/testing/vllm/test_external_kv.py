@@ -28,7 +28,7 @@ ANSWER = expected(PROMPT, 20)
 
 
 class Given:
-    """Replaces the random number generator: the store has ``here`` tokens, available
+    """Stands in for the random number generator, so that the store has ``here`` tokens, available
     immediately."""
 
     def __init__(self, here: int) -> None:
@@ -89,8 +89,9 @@ def test_tokens_of_a_failed_load_are_computed(make_rig: MakeRig) -> None:
 
 @pytest.mark.parametrize("tokens_before", [0, 1], ids=["whole", "in-part"])
 def test_blocks_of_a_window_are_restored_completely(make_rig: MakeRig, tokens_before: int) -> None:
-    """vLLM caches the first block of a window completely, although the window starts inside it. A
-    hit that is one token shorter needs the token before the window."""
+    """The window of a hit starts inside a block, and vLLM caches the whole block. If the token
+    before the window is wrong, the request itself is unaffected, but a later hit that is one token
+    shorter has wrong KV."""
     rig = make_rig(extra=None, groups=(FULL, WINDOW))
     store = PerfectStore(rig, Given(81))
     rig.add("one", PROMPT[:90], max_tokens=1)
@@ -122,8 +123,8 @@ STATEFUL = [name for name, groups in MODELS.items() if groups[-1].kind is KvKind
 def test_a_state_when_a_turn_ends(
     make_rig: MakeRig, model: str, ahead: bool, stops: Sequence[int]
 ) -> None:
-    """The state is in the last block of the table. It covers all tokens except the last one, or
-    also that one if a step was already in flight when it was sampled."""
+    """When a turn ends, the last block of its table has a state that covers all tokens except the
+    last one. If a step was already in flight at a stop token, the state covers that token too."""
     rig = make_rig(extra=None, groups=MODELS[model], ahead=ahead)
     ends = turn_ends(rig, Given(0))
     rig.add("one", PROMPT, max_tokens=20, stop_ids=stops)
@@ -135,7 +136,8 @@ def test_a_state_when_a_turn_ends(
 
 @pytest.mark.scripts(25, nightly=1_000)
 def test_states_when_turns_end(tmp_path: Path, seeds: range) -> None:
-    """The general rule: a state covers the tokens known to be computed, and those in flight."""
+    """At the end of any turn, the state covers the tokens that are known to be computed (all but
+    the last one) and the tokens in flight (at most one)."""
 
     def play(folder: Path, seed: int) -> Mapping[str, int]:
         found: list[tuple[list[End], bool]] = []
@@ -174,7 +176,7 @@ def turn_ends(rig: Rig, rng: Chance) -> list[End]:
 
 @pytest.mark.scripts(25, nightly=1_000)
 def test_states_that_vllm_offers(tmp_path: Path, seeds: range) -> None:
-    """After the forward pass for which they are offered, the states are in the named blocks."""
+    """Each state that vLLM offers for a forward pass is in the named block after that pass."""
 
     offered = Counter[bool]()
 

@@ -45,7 +45,8 @@ def test_a_prompt_is_found_again(make_rig: MakeRig, model: str, ahead: bool) -> 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_answers_are_found_again_if_every_block_is_kept(make_rig: MakeRig, model: str) -> None:
-    """With vLLM's default retention, windows and states of answers are not kept."""
+    """A turn that continues an answer finds 224 tokens if every block is kept. With vLLM's default
+    retention, which does not keep windows and states of answers, it finds 192."""
     for retention in 0, None:
         rig = make_rig(extra=None, groups=MODELS[model], retention=retention)
         found = hits(rig)
@@ -74,7 +75,8 @@ GROUPS = [(model, i) for model, groups in MODELS.items() for i in range(len(grou
 def test_wrong_bytes_are_detected_in_the_group_that_needs_them(
     make_rig: MakeRig, model: str, group: int
 ) -> None:
-    """The test changes one byte in the last block that a hit needs of a group."""
+    """One byte changes in the last block that a hit needs of a group. The rig reports wrong KV in
+    that group."""
     rig = make_rig(extra=None, groups=MODELS[model])
     rig.add("first", PROMPT, max_tokens=2)
     rig.step()
@@ -105,8 +107,8 @@ def test_blocks_outside_the_window_are_not_checked(make_rig: MakeRig) -> None:
 
 
 def test_states_of_different_lengths_are_distinct(make_rig: MakeRig) -> None:
-    """The test puts the state after 200 tokens in place of the state after 201 tokens, and the rig
-    detects it."""
+    """The state after 200 tokens is put in place of the state after 201 tokens, and the rig detects
+    it."""
     rig = make_rig(extra=None, groups=(FULL, STATE))
     rig.add("one", PROMPT, max_tokens=9)
     rig.step()  # up to the last full block
@@ -122,8 +124,8 @@ def test_states_of_different_lengths_are_distinct(make_rig: MakeRig) -> None:
 
 
 def test_a_hit_may_end_within_a_block(make_rig: MakeRig) -> None:
-    """A hit can end within a block if ``match_unit`` is smaller than a block. vLLM copies the block
-    before it is filled further."""
+    """With a ``match_unit`` of 4, a prompt of 190 tokens is found again up to token 188, within a
+    block. vLLM copies that block before it is filled further."""
     rig = make_rig(extra=None, groups=(FULL, STATE), match_unit=4)
     found = hits(rig)
     for name in "first", "again":
@@ -154,7 +156,8 @@ def test_a_single_group_keeps_its_kv_layout() -> None:
 
 @pytest.mark.parametrize("sizes", [(16, 32), (16, 24), (32, 16)])
 def test_pages_have_vllms_sizes(sizes: tuple[int, int]) -> None:
-    """vLLM changes none of these specs, and no page is smaller than its bytes."""
+    """vLLM keeps the specs of all layers unchanged, and computes the same page sizes and used bytes
+    as ``group_pages``."""
     specs = GroupSpec(block_size=sizes[0]), GroupSpec(KvKind.WINDOW, sizes[1], 40)
     groups = group_pages([*specs, GroupSpec(KvKind.STATE, min(sizes))], 8)
     layers = {pages.layer: pages.vllm_spec() for pages in groups}

@@ -1,5 +1,5 @@
-"""Random clients of vLLM without the connector: the rig reports no error of vLLM's own scheduler,
-even with several KV groups."""
+"""Random clients of vLLM without the connector. The rig detects no wrong KV with vLLM's own
+scheduler, even with several KV groups."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tiered_kv.transfer.cuda.runtime import CudaError
 from tiered_kv.transfer.host_memory import CpuPool
 
 PER_CALL = 512 * GIB
-"""Bytes that a driver does not register in one call (vllm-project/vllm#51080)."""
+"""Number of bytes that a driver refuses to register in one call (vllm-project/vllm#51080)."""
 SLOT = 3 << 20
 """Bytes of a slot. 64 GiB is not a multiple of it."""
 
@@ -86,8 +86,8 @@ def large_pool(driver: Driver, nbytes: int) -> Iterator[CpuPool]:
 
 @pytest.mark.parametrize("has_batches", [True, False])
 def test_pages_reach_every_slot_of_600_gib(has_batches: bool) -> None:
-    """The test copies to four consecutive slots around the end of each registration, and to the
-    last slots of the pool."""
+    """Pages are saved to the four slots around the end of each registration, and to the last slots
+    of the pool. They are loaded unchanged from there."""
     driver = Driver(700 * GIB, has_batches=has_batches)
     rng = np.random.default_rng(0)
     vram = rng.integers(0, 256, (4, SLOT), dtype=np.uint8)
@@ -115,7 +115,8 @@ def test_pages_reach_every_slot_of_600_gib(has_batches: bool) -> None:
 def test_memory_that_cannot_be_pinned_completely_is_not_pinned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Copies of partly pinned memory would have two speeds, and batches would fail."""
+    """A driver can pin 200 of 600 GiB. No memory stays pinned, and pages are still copied. Copies
+    of partly pinned memory would have two speeds, and batches would fail."""
     driver = Driver(200 * GIB)
     with large_pool(driver, 600 * GIB) as pool:
         assert not pool.pinned

@@ -31,7 +31,7 @@ from tiered_kv.transfer.memory_file.memory_format import SlotHeader
 from tiered_kv.transfer.memory_file.validation import Validation
 
 PIECES = 4
-"""Parts in which a page is written, so that it is incomplete for a while."""
+"""Number of parts in which a page is written, so that it is incomplete for a while."""
 
 
 def write(memory: LastingMemory, slot: int, name: int) -> None:

@@ -72,7 +72,7 @@ def test_pages_of_an_earlier_engine_are_adopted_if_their_bytes_are_right(
 
 
 def test_memory_in_a_file_is_not_registered_with_a_device(memory: LastingMemory) -> None:
-    """Copies to and from a memory file are staged."""
+    """Memory in a file is not pinned, because copies to and from it are staged."""
     assert not memory.pinned
 
 
@@ -145,7 +145,8 @@ def test_a_header_that_contradicts_itself_is_refused() -> None:
 def test_the_page_saved_last_is_found_after_a_restart(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
 ) -> None:
-    """Saves, late validations, discards, resets and restarts occur in any order."""
+    """Saves, late validations, discards, resets and restarts occur in any order. After each
+    restart, the memory has exactly the pages that were saved last and not discarded."""
     memory = open_in(tmp_path_factory.mktemp("memory"))
     expected = dict[int, PageKey]()
     for name, (step, slot) in enumerate(steps):

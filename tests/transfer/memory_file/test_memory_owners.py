@@ -83,7 +83,8 @@ def test_a_fork_neither_has_the_file_nor_keeps_it_from_the_next_owner(folder: Pa
 def test_a_fork_closes_only_files_that_are_open(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error in the code that Python runs after a fork ends the child with exit code 3."""
+    """A process forks after it has closed one of two memory files. In the child, the code that
+    Python runs after a fork raises no error, and neither file is mapped."""
     closed, memory = open_in(folder, replica=1), open_in(folder)
     closed.close()
     monkeypatch.setattr(sys, "unraisablehook", lambda said: os._exit(3))
@@ -149,7 +150,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_owner_is_named_while_the_file_is_being_created(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Allocating 100 GiB takes a minute, so the lock must name its owner before that."""
+    """A process that locks the file while it is being allocated gets an error that names the owner.
+    Allocating 100 GiB takes a minute, so the owner must be named before that."""
     said, real = list[str](), os.posix_fallocate
     slots = 300  # larger than a huge page
     most = replace(GEOMETRY, slots=slots).nbytes

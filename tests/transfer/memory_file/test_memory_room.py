@@ -30,8 +30,8 @@ NAME = "0-0.slots"
 def test_a_lack_of_space_is_reported_with_the_amount(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The free space is patched as in a container with a small /dev/shm, because tests cannot mount
-    file systems."""
+    """The folder has too little space, as in a container with a small /dev/shm. The error states
+    the existing and the required space and names two remedies, and no file is created."""
     monkeypatch.setattr(RealFiles, "free", lambda self, folder: 64 << 20)
     with pytest.raises(ConfigError) as said:
         open_in(folder, slots=1 << 20, slot_bytes=1 << 20)

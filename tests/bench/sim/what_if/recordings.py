@@ -18,7 +18,7 @@ CPU_BYTES = 2**33
 
 
 def jobs(count: int = 24) -> Workload:
-    """Return jobs that overload stock vLLM with this pool."""
+    """Return jobs that overload stock vLLM on the machine ``PLACE``."""
     return generate("original", count, 0).at(0.25, 0)
 
 

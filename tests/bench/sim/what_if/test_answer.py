@@ -23,8 +23,8 @@ FEW_PER_CENT = 0.06
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Simulate the jobs under ``lru``, with requests served in arrival order. Returns the path of
-    the trace."""
+    """Simulate the jobs under the ``lru`` policy, with requests served in arrival order. Returns
+    the path of the trace."""
     path = tmp_path_factory.mktemp("lru") / "trace.jsonl"
     served("lru", jobs(), path)
     return path
