@@ -156,7 +156,7 @@ def test_the_description_does_not_depend_on_the_size_of_the_pool() -> None:
 
 
 def test_a_stride_that_fits_no_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="layer stride 650 is not a multiple of the 640 bytes"):
+    with pytest.raises(ValueError, match="stride of 650 bytes is not a multiple of the 640 bytes"):
         page_layout([Placement(2, 650, 64, 0)], 10)
 
 

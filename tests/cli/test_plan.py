@@ -123,7 +123,7 @@ def test_without_vllm_the_command_says_what_to_install(tmp_path: Path, missing: 
     command = [sys.executable, "-c", code, "plan", str(write(tmp_path, LLAMA_8B)), "--gpu", "h100"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
-    assert f"{missing} not installed" in done.stderr
+    assert f"missing packages: {missing}." in done.stderr
     assert "pip install vllm" in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -55,7 +55,7 @@ def test_a_new_server_is_shown_as_empty() -> None:
 def test_the_first_line_says_that_a_server_only_observes() -> None:
     for mode, says in (("manage", False), ("observe", True)):
         [first, *_] = shown(server(engines=(replace(new_engine(), mode=mode),)), 160, 30)
-        assert ("moves nothing" in first) is says
+        assert ("observe mode" in first) is says
 
 
 def test_bars_are_proportional_to_their_values() -> None:

@@ -153,8 +153,8 @@ def test_a_turn_that_was_never_admitted_waits_to_its_end() -> None:
 
 
 def test_of_many_jobs_the_slowest_and_an_even_sample_have_lanes() -> None:
-    """Of 4,000 jobs, every hundredth takes a minute longer. Half of the lanes show the slowest
-    jobs, and the others show an even sample."""
+    """Every hundredth of 4,000 jobs takes a minute longer. Half of the lanes show the slowest jobs,
+    and the others show an even sample."""
     count = 4_000
     turns = [
         turn(1, 10.0 * n, job=f"job-{n}", times=TurnTimes(0, 0, 0, 0, 1, 2 + 60 * (n % 100 == 7)))

@@ -1,5 +1,5 @@
-"""How the connector reads vLLM's configuration, and which configurations it refuses at startup. The
-tests need no vLLM."""
+"""Reading of vLLM's configuration, and the configurations that are refused at startup. The tests
+need no vLLM."""
 
 from __future__ import annotations
 

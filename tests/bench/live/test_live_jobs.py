@@ -187,7 +187,7 @@ def test_a_few_odd_requests_are_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_times_in_another_unit_leave_no_gaps_and_are_reported(tmp_path: Path) -> None:
     grown = [hashed(n, 600 * n, -(-600 * n // 512)) for n in range(1, 6)]
-    with pytest.raises(ValueError, match=r"no gaps between turns.* must be in milliseconds"):
+    with pytest.raises(ValueError, match=r"no gaps between turns.* the times to milliseconds"):
         load(lines(tmp_path / "seconds.jsonl", grown))
     for row in grown:
         row["timestamp"] *= 1_000
@@ -196,7 +196,7 @@ def test_times_in_another_unit_leave_no_gaps_and_are_reported(tmp_path: Path) ->
         {"session_id": "s", "timestamp": 10 * n, "input": "x" * n, "output": "yes" * 20}
         for n in range(1, 6)
     ]
-    with pytest.raises(ValueError, match=r"no gaps between turns.* must be in microseconds"):
+    with pytest.raises(ValueError, match=r"no gaps between turns.* the times to microseconds"):
         load(lines(tmp_path / "texts.jsonl", texts))
 
 

@@ -264,7 +264,7 @@ def test_stores_are_closed_with_the_engine(make_rig: MakeRig, tmp_path: Path, pl
         ("floppy", "Use ssd"),
         ("nowhere.at_all:Tier", "install its package"),
         ("tests.runtime.pages.shared_store:Missing", "has no class Missing"),
-        (f"{OURS},{OURS}", "remove the duplicate"),
+        (f"{OURS},{OURS}", "remove one from TIERED_KV_TIERS"),
     ],
 )
 def test_an_unavailable_tier_is_refused(
