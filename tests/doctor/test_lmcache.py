@@ -16,10 +16,10 @@ def advice(name: str, value: str, ranks: int = 1) -> str:
 
 
 def test_sizes_are_of_the_whole_engine_and_in_gib() -> None:
-    assert advice("LMCACHE_MAX_LOCAL_CPU_SIZE", "20").startswith("Set TIERED_KV_CPU_GIB=18.6:")
-    assert advice("LMCACHE_MAX_LOCAL_CPU_SIZE", "20", 4).startswith("Set TIERED_KV_CPU_GIB=74.5:")
-    assert advice("LMCACHE_MAX_LOCAL_DISK_SIZE", "100").startswith("Set TIERED_KV_SSD_GIB=93.1:")
-    assert advice("LMCACHE_MAX_LOCAL_DISK_SIZE", "much").startswith("Set TIERED_KV_SSD_GIB=GIB:")
+    assert advice("LMCACHE_MAX_LOCAL_CPU_SIZE", "20").startswith("Set TIERED_KV_CPU_GIB=18.6 (")
+    assert advice("LMCACHE_MAX_LOCAL_CPU_SIZE", "20", 4).startswith("Set TIERED_KV_CPU_GIB=74.5 (")
+    assert advice("LMCACHE_MAX_LOCAL_DISK_SIZE", "100").startswith("Set TIERED_KV_SSD_GIB=93.1 (")
+    assert advice("LMCACHE_MAX_LOCAL_DISK_SIZE", "much").startswith("Set TIERED_KV_SSD_GIB=GIB (")
 
 
 @pytest.mark.parametrize("value", ["/nvme/kv", "file:///nvme/kv", '"file:///nvme/kv"'])
