@@ -111,8 +111,7 @@ def _write_cache(cache: Path, entries: dict[str, list[object]]) -> None:
     except OSError as error:
         logger.info(
             "the digest cache %s cannot be written, so the weight files are hashed again at the "
-            "next "
-            "start: %s",
+            "next start: %s",
             cache,
             error,
         )

@@ -256,7 +256,7 @@ class Decoding:
             if began <= one and other <= ended
         ]
         if not times:
-            raise RuntimeError("no tokens were decoded during the calls: set more --calls")
+            raise RuntimeError("no tokens were decoded during the calls: raise --calls")
         return 1e3 * float(np.quantile(times, 0.95))
 
 

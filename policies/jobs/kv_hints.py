@@ -401,7 +401,7 @@ def _left(left: int, values: object, what: str, most: int) -> int:
     if not isinstance(values, list) or not values:
         raise ValueError(f"the {what} must be a list that is not empty")
     if len(values) > left:
-        raise ValueError(f"a message may have at most {most} {what}: send the job id instead")
+        raise ValueError(f"a request may have at most {most} {what}: send the job id instead")
     return left - len(values)
 
 

@@ -150,7 +150,7 @@ class ValkeyStore:
             except Exception as error:
                 failed[server] = error
         if len(failed) < len(self._address.servers) and self._refresh(deadline) is not None:
-            raise ConnectionError("no server answers CLUSTER SLOTS")
+            raise ConnectionError("no server gives a usable answer to CLUSTER SLOTS")
         if self._owners is None:
             for reason in failed.values():
                 raise reason
@@ -163,8 +163,7 @@ class ValkeyStore:
             except Exception as error:
                 raise ConnectionError(
                     f"the store is a cluster whose node {server} cannot be reached from this "
-                    "machine: "
-                    f"{failed.get(server, error)}"
+                    f"machine: {failed.get(server, error)}"
                 ) from error
 
     def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
