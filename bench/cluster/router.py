@@ -66,13 +66,14 @@ LOAD = Load(
     task=2_000,
     result=60,
     answer=4,
-    gap_s=1.0,
-    gap_spread=0.6,
-    gap_limit_s=5.0,
-    apart_s=5.0,
+    gap_s=12.0,
+    gap_spread=0.3,
+    gap_limit_s=24.0,
+    apart_s=2.0,
 )
-"""Jobs of a round. A server's VRAM holds one and a half contexts. Servers are busy for less than
-half of the time, because the router sends jobs of a busy server elsewhere, whatever KV it holds."""
+"""Jobs of a round. A server's VRAM holds one and a half contexts. Jobs arrive quickly enough to use
+both servers, and return after gaps in which other jobs have replaced their KV in VRAM. By then most
+first turns are answered: the router sends jobs of a busy server elsewhere, whatever KV it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

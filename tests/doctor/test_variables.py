@@ -68,9 +68,10 @@ def test_valid_settings_are_used_for_the_other_checks() -> None:
     assert read_settings(env).cpu_gib == 8
 
 
-def test_the_hash_seed_matters_to_pages_on_ssd(tmp_path: Path) -> None:
+def test_the_hash_seed_matters_to_pages_that_outlive_the_server(tmp_path: Path) -> None:
     ssd = TierConfig(ssd_path=tmp_path)
     assert "xxhash" in check_hash_seed({}, ssd).seen
+    assert "xxhash" in check_hash_seed({}, TierConfig(cpu_path=tmp_path)).seen
     assert "only for pages that outlive the server" in check_hash_seed({}, TierConfig()).seen
     seen = check_hash_seed({"PYTHONHASHSEED": "0"}, ssd).seen
     assert seen.startswith("0: only servers with the same seed")

@@ -55,7 +55,7 @@ def check_variables(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
-    """Check whether a restarted server finds its pages on SSD.
+    """Check whether a restarted server finds the pages of its predecessor.
 
     vLLM seeds its block hashes randomly only with xxhash and without PYTHONHASHSEED
     (``vllm.v1.core.kv_cache_utils.resolve_none_hash_seed``). A server's flags are unknown here.
@@ -63,7 +63,7 @@ def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
     name = "PYTHONHASHSEED"
     if (seed := env.get(name)) is not None:
         return ok(name, f"{seed}: only servers with the same seed can find the pages")
-    if config.ssd_path is None and config.remote is None:
+    if config.ssd_path is None and config.cpu_path is None and config.remote is None:
         return ok(name, "unset; it matters only for pages that outlive the server")
     return ok(name, "unset; set it if --prefix-caching-hash-algo selects an xxhash algorithm")
 

@@ -208,12 +208,12 @@ class CudaTransfer(TransferBackend):
         if pages.failed:
             logger.error(
                 "%s: %d pages are not copied, because their block or slot does not exist",
-                job.direction,
+                job.direction.value,
                 len(pages.failed),
             )
         with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
-                logger.error("%s refused, because a CUDA graph is being captured", job.direction)
+                logger.error("%s refused, because a CUDA graph is being captured", job.direction.value)
                 return None
             began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flight = _Flight(job, pages.failed, began, done)
@@ -224,7 +224,7 @@ class CudaTransfer(TransferBackend):
                 if len(pages):
                     self._copy(job, pages, flight.held)
             except Exception:  # some copies may still be in progress, so the event is recorded
-                logger.exception("%s of %d pages failed", job.direction, len(pages))
+                logger.exception("%s of %d pages failed", job.direction.value, len(pages))
                 flight.failed = frozenset(range(len(job.blocks)))
             done.record(stream)
         return flight
