@@ -137,9 +137,7 @@ def from_table(codec_id: int, table: bytes, page_format: PageFormat, trusted: st
 def _stored_out_of_tree(table: bytes, page_format: PageFormat, trusted: str) -> Codec:
     name, own_table = split_table(table)
     if name != trusted:
-        raise UnknownCodecError(
-            f"the pages can be read only by an engine with TIERED_KV_CODEC={name}"
-        )
+        raise UnknownCodecError(f"the pages can be read only with TIERED_KV_CODEC={name}")
     try:
         cls = _load(name)
     except ConfigError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tiered_kv.codecs.base import Codec, CodecError
 from tiered_kv.codecs.registry import codec_name, from_table
+from tiered_kv.config import ENV_PREFIX
 from tiered_kv.file_lock import is_locked, read_owner
 from tiered_kv.keys import PageKey
 from tiered_kv.plain_files import opened
@@ -255,12 +256,14 @@ def opened_segment(info: StoreInfo, path: Path) -> Iterator[tuple[int, LoadedSeg
 
 
 def codec_of(header: SegmentHeader) -> Codec:
-    """Return the codec of a segment's pages.
+    """Return the codec of a segment's pages. A codec from another package is imported only if
+    TIERED_KV_CODEC names it.
 
     Raises:
-        FormatError: the codec is unknown.
+        FormatError: the codec is unknown, or from another package and not named or not available.
     """
+    trusted = os.environ.get(f"{ENV_PREFIX}CODEC", "")
     try:
-        return from_table(header.codec_id, header.table, header.page_format)
+        return from_table(header.codec_id, header.table, header.page_format, trusted)
     except CodecError as error:
         raise FormatError(str(error)) from error
