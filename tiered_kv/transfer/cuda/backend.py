@@ -213,7 +213,9 @@ class CudaTransfer(TransferBackend):
             )
         with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
-                logger.error("%s refused, because a CUDA graph is being captured", job.direction.value)
+                logger.error(
+                    "%s refused, because a CUDA graph is being captured", job.direction.value
+                )
                 return None
             began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flight = _Flight(job, pages.failed, began, done)
