@@ -19,19 +19,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tiered_kv.bench.agents.client import Answer, Api, Ask, Hints, ask_over
-from tiered_kv.bench.agents.jobs import FIRST_WORD, Job, Load, arrivals, make_jobs
+from tiered_kv.bench.agents.jobs import Job, Load, arrivals, make_jobs
 from tiered_kv.bench.agents.paired import PairedRatio, drawn_order
 from tiered_kv.bench.agents.player import Conversation, drive
 from tiered_kv.bench.agents.results import JobDone
+from tiered_kv.bench.hints.senders import Server
 from tiered_kv.bench.output import Tick
-from tiered_kv.bench.restore import BLOCK, SETTLE_S, TIMEOUT_S, ask, context_gib, texts
+from tiered_kv.bench.restore import BLOCK, SETTLE_S, TIMEOUT_S, context_gib, texts
 from tiered_kv.bench.servers.peers import router_of
 from tiered_kv.bench.servers.service import free_port
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, MODEL_NAME, ServerOptions
@@ -178,40 +178,13 @@ def pair(model: Path, size: Size, folder: Path, env: Mapping[str, str]) -> Itera
         yield Pair(replicas, events)
 
 
-def status(replica: Replica) -> dict[str, Any]:
-    """Return the status of a server's engine."""
-    reply = replica.client.get("/tiered_kv/status").raise_for_status().json()
-    (engine,) = reply["engines"]
-    return dict(engine)
-
-
-def settle(replica: Replica) -> None:
-    """Wait until no copy is in flight.
-
-    Raises:
-        TimeoutError: copies do not finish.
-    """
-    until = time.monotonic() + SETTLE_S
-    for tick in count():
-        ask(replica.client, [400 + tick % 1_000], "tick")  # an idle engine receives no reports
-        if not status(replica)["queues"]["orders_in_flight"]:
-            return
-        if time.monotonic() > until:
-            raise TimeoutError(f"copies did not finish within {SETTLE_S:g} s")
-        time.sleep(POLL_S)
-
-
 def from_cpu(pair: Pair) -> int:
     """Number of prompt tokens that the servers have found in CPU memory so far. An answer reports
     this only to clients that name their job."""
-    return sum(status(replica)["counters"]["prompt_tokens_cpu"] for replica in pair.replicas)
-
-
-def fill_vram(replica: Replica, size: Size, chance: random.Random) -> None:
-    """Replace all KV in VRAM."""
-    prompt = [chance.randrange(FIRST_WORD, VOCABULARY) for _ in range(size.vram - 3 * BLOCK)]
-    ask(replica.client, prompt, "filler")
-    settle(replica)
+    return sum(
+        Server(replica.client).status()["counters"]["prompt_tokens_cpu"]
+        for replica in pair.replicas
+    )
 
 
 # -- which server gets a returning turn ------------------------------------------------
@@ -239,8 +212,9 @@ def returning(pair: Pair, url: str, size: Size, seed: int, tick: Tick) -> float:
         context.answered(first)
         lengths.append(first.prompt_tokens)
     tick("first turns")
-    for replica in pair.replicas:
-        fill_vram(replica, size, chance)
+    for server in [Server(replica.client) for replica in pair.replicas]:
+        server.fill_vram()
+        server.settle()
     returned = 0
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         for job, context, length in zip(jobs, contexts, lengths, strict=True):
