@@ -105,7 +105,8 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "ssd_compressed_pages",
             _C,
-            "Compressed pages written to SSD unchanged (kept) or recompressed (renewed), per rank.",
+            "Compressed pages written to SSD unchanged (kept) or recompressed (renewed), on each "
+            "rank.",
         ),
         Family("unused_slot_bytes", _C, COUNTERS["slot_bytes_unused"]),
         Family(
@@ -116,13 +117,17 @@ FAMILIES: Mapping[str, Family] = {
             _C,
             COUNTERS["restores_in_pieces"],
         ),
-        Family("evicted_pages", _C, "Pages evicted to make space."),
+        Family(
+            "evicted_pages",
+            _C,
+            "Pages evicted to make space. SSD evictions are counted on each rank.",
+        ),
         Family("superseded_pages", _C, COUNTERS["pages_superseded"]),
         Family("unsaved_pages", _C, COUNTERS["pages_not_saved"]),
         Family(
             "promoted_pages",
             _C,
-            "Promoted pages that were restored to VRAM (used) or evicted before (wasted).",
+            "Promoted pages that were restored to VRAM (used) or evicted unused (wasted).",
         ),
         Family("promoted_bytes", _C, "Bytes of these pages, uncompressed."),
         Family("promoted_ahead_pages", _C, COUNTERS["pages_promoted_ahead"]),
@@ -141,7 +146,7 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "hints",
             _C,
-            "KV hints. A deferred one is counted again with its final outcome.",
+            "KV hints. A deferred hint is counted again with its final outcome.",
         ),
         Family("hints_ignored", _C, COUNTERS["hints_ignored"]),
         Family("jobs_inferred", _C, COUNTERS["jobs_inferred"]),

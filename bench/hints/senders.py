@@ -121,7 +121,7 @@ class Server:
         the number of pages.
 
         Raises:
-            RuntimeError: it was not carried out.
+            RuntimeError: the hint was not carried out.
         """
         before = self.status()["counters"]
         result = self.hint(intent, None, **payload)
@@ -157,11 +157,12 @@ class Server:
 def final(
     server: Server, intent: Intent, result: Mapping[str, Any], before: Mapping[str, float]
 ) -> str:
-    """Final outcome of a hint; ``DEFERRED`` if it is not known in time. The server counts a
-    deferred hint again with its final outcome.
+    """Final outcome of a hint; ``DEFERRED`` if the outcome is not known in time. The server counts
+    a deferred hint again with its final outcome.
 
     Args:
-        before: counters before it was sent. No other hint with this intent may be in progress.
+        before: counters before the hint was sent. No other hint with this intent may be in
+            progress.
     """
     outcome = str(result["outcome"])
     if outcome != Outcome.DEFERRED:
@@ -182,7 +183,7 @@ def final(
 
 
 def envelope(intent: Intent, payload: Mapping[str, object]) -> dict[str, Any]:
-    """The envelope of vLLM and SGLang with one action."""
+    """A KV hint envelope with one action, in the format of vLLM and SGLang."""
     action = {
         "action_id": f"bench-{intent}",
         "action_type": f"kv.{intent}",
@@ -198,7 +199,7 @@ class Sender(ABC):
 
     Attributes:
         name: the transport.
-        intents: intents that it can carry.
+        intents: intents that the transport can carry.
     """
 
     name: str
@@ -213,8 +214,8 @@ class Sender(ABC):
         """Send a hint. Returns its result.
 
         Args:
-            job, prompt: the turn that carries it.
-            target: the job that it is about; None for the turn's own.
+            job, prompt: the turn that carries the hint.
+            target: the job that the hint is about; None for the turn's own job.
         """
 
 
@@ -346,7 +347,7 @@ class Sent:
     Attributes:
         reported: the outcome in the answer.
         outcome: the final outcome.
-        seen: True if the server's state shows that it was carried out.
+        seen: True if the server's state shows that the hint was carried out.
     """
 
     transport: str
@@ -357,7 +358,7 @@ class Sent:
 
     @property
     def executed(self) -> bool:
-        """True if it was carried out."""
+        """True if the hint was carried out."""
         return self.outcome in DONE and self.seen
 
 

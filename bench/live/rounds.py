@@ -56,10 +56,10 @@ class Load:
 
 
 def level_of(load: str) -> tuple[str, float]:
-    """Parse a load's name into the value of its ``Arriving``, and its level.
+    """Parse the name of a load. Returns the value of ``Load.arriving``, and the level.
 
     Raises:
-        ValueError: it is not the name of a load.
+        ValueError: ``load`` is not the name of a load.
     """
     how, _, level = load.partition(" ")
     return Arriving(how).value, float(level)

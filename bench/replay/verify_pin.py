@@ -116,7 +116,7 @@ def verify_running(url: str) -> Verdict:
 
     Raises:
         AnswerError: the server's answer is invalid.
-        ValueError: the server does not report its KV pool.
+        ValueError: the server does not report its model or its KV pool.
     """
     with _answers(url), httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
         models = client.get("/v1/models").raise_for_status().json()
@@ -127,7 +127,7 @@ def verify_running(url: str) -> Verdict:
             model = models["data"][0]["id"]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the server does not report its KV pool: {CACHE_CONFIG} lacks {error}"
+                f"the server does not report its model, or its KV pool in {CACHE_CONFIG}: {error!r}"
             ) from error
         return _play(client, model, blocks, block)
 

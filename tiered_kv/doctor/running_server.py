@@ -291,8 +291,9 @@ def check_ids(found: Mapping[str, float], *, has_routes: bool) -> Finding:
 
 
 def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
-    """Check a server with speculative decoding for a defect of vLLM itself, which occurs with or
-    without the connector: prefix caching of states corrupts the output.
+    """Check whether a server with speculative decoding is affected by a defect of vLLM itself. With
+    prefix caching of states (Mamba, linear attention), the output can be wrong, with or without the
+    connector.
 
     Args:
         caches: vLLM's cache settings, for each engine.

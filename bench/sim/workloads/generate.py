@@ -10,7 +10,7 @@ exist:
 - ``mixed``: half ``swe-agent``, half ``chat``.
 - ``burst``: ``original``, twenty jobs at a time.
 - ``turns-4`` to ``turns-32``: ``original`` with that many turns. One gap in seven is long, and
-  at least one.
+  every job has at least one long gap.
 - ``rollouts``: a reinforcement learning step. Jobs of ``swe-agent``, eight per prompt, all start
   together, and the step ends with the last job.
 - ``wrong-hints``, ``no-hints``: ``original`` with clients that send wrong hints or none.

@@ -55,12 +55,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Space that a store may still allocate, bytes.
+    """A store's share of the disk space, and how much of it the store may still allocate, bytes.
 
     Attributes:
-        segment: size of its next segment, which is smaller than usual if the disk has little space.
-        share: size of its share.
-        owed: its share minus its current size; negative if it has more.
+        segment: size of the next segment, which is smaller than usual if the disk has little space.
+        share: space that the store may use.
+        owed: ``share`` minus the store's current size; negative if the store exceeds its share.
         room: part of ``owed`` that is available before other stores shrink.
         blocked: True if not even one segment can be allocated.
     """
