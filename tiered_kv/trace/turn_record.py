@@ -25,7 +25,7 @@ class StoryEnd(Enum):
     OVER = "over"
     """The client reported that no turn follows."""
     GIVEN_UP = "given_up"
-    """The job was silent for four hours, or longer than all others when over 8,192 jobs waited."""
+    """The job was silent for four hours, or longest when more than 8,192 jobs were between turns."""
     CLOSED = "closed"
     """The engine stopped first."""
     NO_GAP = "no_gap"
@@ -57,7 +57,7 @@ class TurnTimes:
     the turn's arrival, and are None for an event that did not occur.
 
     Attributes:
-        held_s: time that a new job was held back.
+        held_s: time for which a new job was held back.
         pages_s: further wait for promoted pages, or for space to promote them.
         admitted_s: allocation of the first blocks.
         scheduled_s: first step that computes the turn, after any restore.
@@ -83,7 +83,7 @@ class Preemptions:
 
     Attributes:
         count: number of preemptions.
-        at_s, back_s: times of the first three, and of the resumptions.
+        at_s, back_s: times of the first three preemptions, and of the resumptions after them.
         found: tokens found in VRAM or restored at each resumption.
     """
 
@@ -101,8 +101,8 @@ class TurnTokens:
     Attributes:
         prompt, output: length of prompt and answer.
         vram, cpu, ssd: prompt tokens found in this tier at the first admission; ``ssd`` covers all
-            lower tiers, also shared ones.
-        recomputed: computed prompt tokens.
+            lower tiers, including shared tiers.
+        recomputed: prompt tokens that were computed.
         lost: lower bound of the ``recomputed`` tokens that were in the job's last context.
         new: prompt tokens beyond that context.
     """
@@ -122,7 +122,7 @@ class WouldHave:
     """Part of ``recomputed`` that an engine in observe mode would have found in a tier.
 
     Attributes:
-        vram: under a pin of the job, or of one with the same prefix.
+        vram: under a pin of the job, or of a job with the same prefix.
         cpu, ssd: in CPU memory, or in a lower tier.
     """
 
@@ -139,14 +139,15 @@ class PricedDecision:
         tier: ``pin``, ``cpu``, ``store`` (lower tiers) or ``drop``.
         gap_class: ``fast``, ``uncertain`` or ``slow``, if the policy has classes.
         ttl_s: the pin's time limit.
-        back_s: planned promotion, after the turn's end; None if it waits for the next turn.
+        back_s: planned time of promotion, after the turn's end; None if promotion waits for the
+            next turn.
         q50_s, q90_s: quantiles of the forecast gap; None without a forecast, or beyond four hours.
         benefit_s: B, time saved by KV that is still in VRAM.
         restore_s: R, expected time of the cheapest restore.
         recompute_s: time to recompute the context.
-        cpu_s: time to restore it from CPU memory; None if it does not fit there.
-        tiers_s: time to restore it from each lower tier.
-        cpu_stay_s: a page's stay in CPU memory; None without evictions.
+        cpu_s: time to restore the context from CPU memory; None without CPU memory.
+        tiers_s: time to restore the context from each lower tier.
+        cpu_stay_s: time that a page stays in CPU memory; None without evictions.
         survival: fraction of KV outside VRAM that is still resident when needed; default 1.
         queue_s: T, admission wait of turns whose KV had left VRAM.
         memoryfulness: η, fraction of T that a pin saves; default 1.
@@ -181,8 +182,8 @@ class PinStory:
 
     Attributes:
         blocks: pinned VRAM blocks.
-        held_s: duration.
-        end: reason for its end.
+        held_s: duration of the pin.
+        end: reason for the pin's end.
     """
 
     blocks: int = 0
@@ -195,7 +196,8 @@ class PageMoves:
     """Pages moved between CPU memory and the tiers below.
 
     Attributes:
-        promoted, promoted_bytes: pages promoted for this turn; their uncompressed size on one rank.
+        promoted, promoted_bytes: pages promoted for this turn, and their uncompressed size on one
+            rank.
         used: promoted pages that this turn was the first to restore.
         ahead: pages promoted in the gap.
         demoted: pages that the decision demoted.
@@ -219,9 +221,9 @@ class GapStory:
 
     Attributes:
         end: event that ended the gap; left out for ``no_gap``.
-        gap_s: its length.
+        gap_s: length of the gap.
         in_vram: true if the job returned while pinned.
-        saved_s, cost_s: B if ``in_vram``, and λ times the duration of the pin.
+        saved_s, cost_s: B if ``in_vram``; λ times the duration of the pin.
     """
 
     end: StoryEnd = StoryEnd.NO_GAP
@@ -268,7 +270,7 @@ class TurnRecord:
 
     Attributes:
         job: job name, if any.
-        session: job of the session's main agent, if another.
+        session: job of the session's main agent, if that is another job.
         agent: the agent's id in that session; None for the main agent.
         parent: job whose agent started this agent.
         client: digest of the client's ``cache_salt``, which separates equal job names.
