@@ -25,7 +25,7 @@ class StoryEnd(Enum):
     OVER = "over"
     """The client reported that no turn follows."""
     GIVEN_UP = "given_up"
-    """The job was silent for four hours, or longest when more than 8,192 jobs were between turns."""
+    """The job was silent for four hours, or longest when over 8,192 jobs were between turns."""
     CLOSED = "closed"
     """The engine stopped first."""
     NO_GAP = "no_gap"
@@ -100,7 +100,7 @@ class TurnTokens:
 
     Attributes:
         prompt, output: length of prompt and answer.
-        vram, cpu, ssd: prompt tokens found in this tier at the first admission; ``ssd`` covers all
+        vram, cpu, ssd: prompt tokens found in that tier at the first admission; ``ssd`` covers all
             lower tiers, including shared tiers.
         recomputed: prompt tokens that were computed.
         lost: lower bound of the ``recomputed`` tokens that were in the job's last context.
