@@ -40,11 +40,11 @@ class TraceHeader:
         block_size: tokens per block.
         vram_blocks: VRAM blocks for requests.
         tiers_bytes: capacity of each tier outside VRAM, over all ranks; 0 if unlimited or unknown.
-        mode: ``observe``, or left out.
+        mode: ``observe`` in observe mode; otherwise left out.
         page_bytes: size of a block's pages, over all ranks.
         groups: KV types of the page groups: ``full``, ``window``, ``chunk`` or ``state``.
-        step_tokens, running, context_tokens: vLLM's limits: tokens per step, running requests,
-            tokens per context.
+        step_tokens, running, context_tokens: vLLM's limits for tokens per step, running requests,
+            and tokens per context.
         job_order: true under ``ContinuumScheduler``.
     """
 

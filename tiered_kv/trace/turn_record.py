@@ -275,9 +275,9 @@ class TurnRecord:
         parent: job whose agent started this agent.
         client: digest of the client's ``cache_salt``, which separates equal job names.
         replica: index among data-parallel engines.
-        turn: number in the job, from 1.
+        turn: number of the turn in its job, from 1.
         request: vLLM's request id.
-        arrived: seconds since the epoch.
+        arrived: arrival time, in seconds since the epoch.
         finish: vLLM's finish status, or its request state when the engine stopped.
         tool: the tool that ran in the gap, from general to specific.
         hints: intent and outcome of the last four hints, such as ``pin accepted``.
