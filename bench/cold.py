@@ -77,7 +77,7 @@ def options_of(model: Path, tokens: int, space: float, env: Mapping[str, str]) -
 
 
 def send(client: httpx.Client, prompts: Sequence[list[int]], tick: Tick, what: str) -> list[float]:
-    """Send contexts with a pause before each. Returns the latency of each request, seconds."""
+    """Send contexts with a pause after each. Returns the latency of each request, seconds."""
     times = list[float]()
     for prompt in prompts:
         tick(what)

@@ -62,17 +62,18 @@ class JobDone:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One workload on one server.
+    """Results of one workload on one server.
 
     Attributes:
         server: name of the server in the results.
         load: name of the load; ``jobs_per_s`` is its arrival rate.
-        round: 0 for the first.
+        round: number of the round, from 0.
         flags, versions: server flags and package versions; empty for a server that was already
             running.
         cpu_s: processor time of the server during the run.
         rss_bytes: resident memory of the server at the end.
-        agents: sub-agents as separate jobs. The times of their parent jobs include them.
+        agents: sub-agents as separate jobs. A parent job's time includes the times of its
+            sub-agents.
         reports_cached: True if the server reported ``cached_tokens``. Otherwise they are 0.
         counts: prompt tokens by the server's own counters: all (``asked``), found in VRAM
             (``vram``) and restored by the connector (``connector``).

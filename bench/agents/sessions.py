@@ -70,8 +70,8 @@ def read_recording(path: Path) -> Recording:
     are left out, and so are turns without a session.
 
     Raises:
-        RecordingError: the file does not exist, has lines that are not turns with texts, or has no
-            session without a null in its first turn.
+        RecordingError: the file does not exist, has lines that are not turns with texts, has no
+            session without a null in its first turn, or its times are not in microseconds.
     """
     by_session: dict[str | None, list[Row]] = defaultdict(list)
     for row in read_rows(path, _turn):
