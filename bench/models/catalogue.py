@@ -13,7 +13,8 @@ from typing import Any
 
 VOCABULARY = 2048
 BLOCK = 128
-"""Tokens per block, unless vLLM needs larger blocks for a model's states."""
+"""Tokens per block, unless vLLM needs larger blocks for the states of a model's recurrent layers.
+"""
 IMAGE_TOKEN = 3
 """Placeholder token for an image, in multimodal models."""
 IMAGE_PIXELS, PATCH_PIXELS = 56, 14
@@ -49,8 +50,8 @@ class TinyModel:
         settings: fields of the model configuration.
         options: engine arguments.
         adapter: True to serve it with a LoRA adapter.
-        image_tokens: tokens per image in a prompt; 0 for a text-only model. Otherwise ``settings``
-            covers all parts of the model.
+        image_tokens: tokens per image in a prompt; 0 for a text-only model. The ``settings`` of a
+            model with images are complete: ``COMMON`` is not added to them.
         stub_torchvision: True if vLLM imports torchvision for the model. Installations for CPUs
             lack it, so a stand-in is needed.
         drafter: draft model for speculative decoding; None for no speculation.

@@ -59,7 +59,8 @@ class Kind:
 
     def started_in(self, folder: Path) -> ServerOptions:
         """Return the options for one start with files in ``folder``. The connector writes
-        ``trace.jsonl`` there, and its SSD tier is the subfolder ``ssd``.
+        ``trace.jsonl`` to that folder, and its SSD tier is the subfolder ``ssd``. The options of a
+        server without the connector do not change.
         """
         if self.options.kv_transfer_config != CONNECTOR:
             return self.options
@@ -126,7 +127,8 @@ def make_kinds(
         forced: load the processor that forces recorded answers.
         own_scheduler: run tiered-kv under vLLM's own scheduler instead of ``ContinuumScheduler``.
             The servers of ``policies`` always use vLLM's own.
-        peers: add peers from their own environments, and tiered-kv behind vLLM's router.
+        peers: add LMCache and vLLM's router, each installed in its own environment, and tiered-kv
+            behind vLLM's router.
     """
     stock = ServerOptions(
         model=model,
