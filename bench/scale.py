@@ -274,7 +274,8 @@ class Watched:
         self.step()
 
     def until_restored(self) -> None:
-        """Run 200 steps, so that all restores finish, and withhold the workers' reports of them."""
+        """Run 200 steps, so that all restores finish, but withhold the workers' reports. The next
+        step then receives all reports together."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         worker = self.rig.worker
@@ -352,9 +353,9 @@ class Played:
     """Measurements of one play of a scenario.
 
     Attributes:
-        seconds: figures by name: ``stall_``, ``vllm_offloader_`` and ``finished_``, and the median
-            call time of each hook, in seconds.
-        arrivals: arrival times by engine.
+        seconds: figures by name: those that start with ``stall_``, ``vllm_offloader_`` and
+            ``finished_``, and the median call time of each hook, in seconds.
+        arrivals: CPU time of each arrival, by engine.
     """
 
     seconds: dict[str, float]
@@ -492,8 +493,8 @@ def turns(context: int, *, pins: bool, count: int = 6) -> Scenario:
 
 
 def full(pages: int) -> Scenario:
-    """Return a scenario in which jobs come and go while CPU memory is full of pages that no job
-    uses.
+    """Return a scenario in which jobs start and finish while CPU memory is full of pages that no
+    job uses.
     """
 
     def play(one: Watched) -> None:
@@ -547,8 +548,12 @@ def long_context(size: str, block: int, *, pins: bool = False, tier: str = "") -
 
 
 def reranking(pages: int, context: int) -> float:
-    """Return the duration of the longest call of an eviction order, seconds, while pages are
-    evicted and jobs start and finish.
+    """Return the CPU time of the longest call of an eviction order or its page index, seconds,
+    while pages are evicted and gaps of jobs begin and end.
+
+    Args:
+        pages: number of pages in the index.
+        context: number of pages per job.
     """
     now = 0.0
     order = ByWorth(lambda: now, 2 * pages)

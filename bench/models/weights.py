@@ -159,8 +159,8 @@ def write_adapter(model_folder: Path, folder: Path, dtype: str) -> Path:
 
 
 def write_drafter(drafter: Drafter, model_folder: Path, folder: Path) -> dict[str, object]:
-    """Return vLLM's ``speculative_config`` for a model and a drafter. For EAGLE, also writes a draft
-    model into ``folder``. For MTP, changes the model in ``model_folder``.
+    """Return vLLM's ``speculative_config`` for a model and a drafter. For EAGLE, also write a draft
+    model into ``folder``. For MTP, also change the model in ``model_folder``.
     """
     method = {"method": drafter.value, "num_speculative_tokens": 3}
     match drafter:

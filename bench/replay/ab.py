@@ -25,8 +25,8 @@ NEAR = 0.25
 TRIES = 2
 """Maximum number of calibration runs. The run whose slowdown is nearest to the target is used."""
 FIRST_RATE = 1.9
-"""Arrival rate of the first calibration run, in jobs per mean duration of a job at idle. At rates of
-1.1, 1.3 and 1.5, the preset's 30 jobs took 1.3, 1.5 and 1.7 times as long as at idle (two cores,
+"""Arrival rate of the first calibration run, in jobs per mean duration of a job at idle. At rates
+of 1.1, 1.3 and 1.5, the preset's 30 jobs took 1.3, 1.5 and 1.7 times as long as at idle (two cores,
 SmolLM2-135M)."""
 STEEP = 2.5
 """Beyond ``FIRST_RATE``, the slowdown grows roughly as this power of the rate."""

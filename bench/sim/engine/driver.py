@@ -33,7 +33,8 @@ TOKENS_APART = 1_000
 
 
 class Stalled(AssertionError):
-    """Requests are waiting, and no remaining event could admit them."""
+    """Requests are waiting, and no remaining event could admit them, or nothing was computed for
+    ``STALLED_S`` seconds."""
 
 
 @dataclass(slots=True)

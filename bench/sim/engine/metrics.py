@@ -12,7 +12,7 @@ TIERS = ("vram", "cpu", "ssd", "recomputed")
 
 @dataclass(slots=True)
 class TurnRecord:
-    """A turn. Times are in seconds on the run's clock.
+    """A turn. Times are in seconds on the run's clock; -1 before the event.
 
     Attributes:
         asked_s: when the turn arrived.
