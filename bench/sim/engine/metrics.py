@@ -72,7 +72,7 @@ class Outcome:
     """The outcome of a run.
 
     Attributes:
-        steps: number of scheduler steps. A leap counts as one step.
+        steps: number of scheduler steps. A leap (several decode steps together) counts as one step.
         seconds: duration in virtual time.
         moved: bytes over each link of the connector's worker.
         promoted_used, promoted_wasted: numbers of pages promoted from SSD that were restored to

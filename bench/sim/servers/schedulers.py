@@ -16,7 +16,7 @@ only the request's partial last block is recomputed.
 ``StaticBatchScheduler`` has static batches, as was usual before Orca (Yu et al., OSDI 2022) let
 requests join at every step. When no request is running, the waiting requests form a batch, up to
 the limit of running requests. No other request starts before the whole batch has finished. Each
-answer is sent when it is complete, not when the batch is.
+answer is sent when that answer is complete, not when the whole batch has finished.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def plot(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draw a result as PNG and SVG. Existing files are replaced. Returns the paths.
 
     A sweep over loads yields a figure per scene: mean, P95 and speed-up over FCFS by load, and the
-    sources of prompt tokens at the highest load. Cases yield one bar chart with intervals.
+    sources of prompt tokens at the highest load. A study of one question yields one bar chart of
+    its cases, with intervals.
 
     Raises:
         PlotError: matplotlib is not installed, or there is nothing to draw.

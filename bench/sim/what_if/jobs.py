@@ -138,7 +138,7 @@ def _shared_tokens(jobs: Sequence[RecordedJob], block: int) -> Iterator[int]:
     A job shares the tokens that its first turn found. A job that found no tokens may have been the
     first, its shared prefix may have been evicted, or it may share nothing. If at least half of a
     client's jobs found tokens, such a job is assumed to share the smallest number found. Tokens
-    found by a job that started before the trace may be its own.
+    found by a job that started before the trace may be its own, so they do not count.
     """
     by_client: dict[str, list[int]] = defaultdict(list)
     found = [_found(job.turns[0]) if job.turns[0].turn == 1 else 0 for job in jobs]

@@ -9,7 +9,8 @@ A session is split at gaps of over ten minutes, because the user was away; the r
 job. It is also split where a gap, or the number of tokens shared with the previous request, is
 null, and at a request without tokens, which is left out. A sub-agent's requests from the first null
 on are left out. A sub-agent of unknown duration is left out, and its time is part of its parent's
-gap. Everything that is left out is counted.
+gap. A job with fewer than three turns is left out. All of these are counted. A job's turns after
+``MOST_TURNS``, and sessions marked as duplicates, are left out without being counted.
 """
 
 from __future__ import annotations
