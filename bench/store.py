@@ -16,9 +16,9 @@ especially virtual ones, are faster when overwriting.
 
 The store and all device settings alternate, with the same number of bytes each. A round is long
 enough for the store to start and seal a segment, and slices are so short that other load on the
-disk affects all of them. A ``fraction`` is the median over rounds of store over device in the same
-round, so that a single bad round has little effect. For the device, the setting with the best
-median counts.
+disk affects all of them. A ``fraction`` is the store's speed, divided by the device's speed in the
+same round, as the median over rounds, so that a single bad round has little effect. For the device,
+the setting with the best median counts.
 
 ``open_s`` is the median of three openings of a store of 100,000 pages, read from the disk and not
 from the page cache. The store's segments have headers and footers, and holes in place of pages,
