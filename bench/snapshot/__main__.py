@@ -153,8 +153,8 @@ def measure(model: Path, tokens: int, exact: int, folder: Path, tick: Tick) -> d
 
 
 def restored(client: httpx.Client, prompts: Sequence[list[int]], kind: str) -> dict[str, float]:
-    """Restore each job from its snapshot, and send a turn of the job whose KV the snapshot contains.
-    Returns median times, milliseconds.
+    """Restore each job from its snapshot, and send the turn of the job whose KV the snapshot
+    contains. Returns median times, milliseconds.
 
     Args:
         kind: prefix of the figures' names.

@@ -299,8 +299,8 @@ async def keep(client: Client) -> None:
 
 
 async def update(site: Site) -> None:
-    """Load weights into the server at a fixed pace. Every second update loads different weights, and
-    the updates in between load the current weights again.
+    """Load weights into the server at a fixed pace. Every second update loads different weights,
+    and the updates in between load the current weights again.
 
     Different weights come with a cache reset, as vLLM requires. Stock vLLM refuses a reset while
     requests run, so the clients of stock vLLM change their ``cache_salt`` at every update, which
