@@ -100,7 +100,11 @@ def read_recording(path: Path) -> Recording:
 
 
 def _turn(row: Row) -> dict[str, Any]:
-    """Return a turn's validated fields. A field is None if its value is null."""
+    """Return a turn's validated fields. A field is None if its value is null.
+
+    Raises:
+        ValueError: a field is missing, or has the wrong type.
+    """
     if not row.keys() >= FIELDS:
         raise ValueError(
             f"it lacks {', '.join(sorted(FIELDS - row.keys()))}, and has {names(row)}: it is not a "

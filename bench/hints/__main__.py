@@ -251,7 +251,7 @@ def prefetch(
 
 
 def measure(model: Path, size: Size, folder: Path, tick: Tick) -> dict[str, Any]:
-    """Run all measurements on one server. Returns the figures that the module docstring explains."""
+    """Run all measurements on one server. Returns the figures named in the module docstring."""
     with ExitStack() as stack:
         made = options(model, size, folder)
         running = stack.enter_context(VllmServer(made, folder / "server.log"))

@@ -291,7 +291,7 @@ UNCHANGED = ("id", "number", "turn", "state", "since", "context_tokens", "decisi
 
 
 def rows(server: Server) -> list[Mapping[str, Any]]:
-    """Return the victims' rows in the server's list of jobs, reduced to the ``UNCHANGED`` fields."""
+    """Return the ``UNCHANGED`` fields of the victims' rows in the server's list of jobs."""
     return [
         {name: row[name] for name in UNCHANGED}
         for row in server.jobs().values()

@@ -147,7 +147,13 @@ class _Run:
         heapq.heappush(self._events, (when, next(self._tie), act))
 
     def until_all_finish(self) -> Outcome:
-        """Run until all jobs have finished, then check that the engine released everything."""
+        """Run until all jobs have finished, then check that the engine released all their blocks,
+        orders and turns. Returns the outcome.
+
+        Raises:
+            Stalled: a request waits forever.
+            AssertionError: blocks, orders or turns were not released.
+        """
         engine = self.engine
         for job in self._workload.jobs:
             self._at(BEGIN_S + job.arrives_s, partial(self._begin, job, None))
@@ -179,7 +185,11 @@ class _Run:
         return self._events[0][0] if self._events else math.inf
 
     def _wait(self) -> None:
-        """Advance the clock to the next event, because nothing can be computed before it."""
+        """Advance the clock to the next event, because nothing can be computed before it.
+
+        Raises:
+            Stalled: there is no further event.
+        """
         engine = self.engine
         when = min(self._next_arrival, engine.next_event)
         if engine.scheduler.has_requests():

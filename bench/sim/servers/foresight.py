@@ -105,7 +105,7 @@ class Unpinned(Occupancy):
 
 
 class Late(Occupancy):
-    """Variant of the default policy that promotes no pages to CPU memory before their job returns."""
+    """Variant of the default policy that never promotes pages before their job returns."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return replace(super().decide(turn, costs), back_s=None)
