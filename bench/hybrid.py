@@ -110,7 +110,7 @@ class Shape:
 
     @property
     def groups(self) -> str:
-        """Description of the groups."""
+        """Description of the KV groups for the results, such as "1 full, 3 with states"."""
         windows = f", {self.windows} with a window of {self.window}" if self.windows else ""
         return f"1 full{windows}" + (f", {self.states} with states" if self.states else "")
 
@@ -136,7 +136,7 @@ class Shape:
 
     def _blocks(self, tokens: int, reach: int, states: int) -> int:
         """Return the number of blocks of full attention, of windows that extend ``reach`` tokens
-        back, and of ``states`` states per group.
+        back, and of ``states`` states in each state group.
         """
         window = -(-reach // self.block) + 1
         return -(-tokens // self.block) + self.windows * window + self.states * states
@@ -233,8 +233,8 @@ def pools_for(shape: Shape, contexts: Sequence[int], turns: int) -> Pools:
 
 
 def make_servers(model: Path, dtype: str, shape: Shape, pools: Pools, *, alone: bool) -> list[Kind]:
-    """Return the servers to compare: stock vLLM, tiered-kv, stock vLLM that keeps every window and
-    state, and two bounds.
+    """Return the servers to compare: stock vLLM, tiered-kv, stock vLLM that caches windows and
+    states at every block, and the two bounds ``reach`` and ``bound``.
 
     Args:
         alone: run tiered-kv under vLLM's own scheduler instead of ``ContinuumScheduler``.
@@ -339,8 +339,8 @@ def mistaken(job: Job, at: int, count: int) -> Job:
 
 
 def chosen(every: Sequence[Shape], only: Sequence[str], *, bf16: bool) -> list[Shape]:
-    """Select shapes by name. Without names, selects the shapes without states, and those with
-    states that run fast on this machine.
+    """Select shapes by the names of their models. Without names, select the shapes without
+    recurrent layers, and the shapes with recurrent layers that run fast on this machine.
 
     Args:
         bf16: True if the machine computes in bf16.

@@ -160,11 +160,15 @@ class CpuSide:
         return self.pool.slots.reshape(-1)
 
     def copy(self, to: Any, source: Any, stream: int) -> None:
-        """Start one contiguous copy."""
+        """Make one contiguous copy.
+
+        Args:
+            stream: index of the CUDA stream; unused on the CPU.
+        """
         np.copyto(to, source)
 
     def synchronize(self) -> None:
-        """Wait for all copies."""
+        """Wait for all copies. On the CPU, ``copy`` returns only when its copy has finished."""
 
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
         """Return the time of matrix products during continuous copies, over their time alone; None
@@ -223,7 +227,7 @@ class CudaSide(CpuSide):
         return pool
 
     def copy(self, to: Any, source: Any, stream: int) -> None:
-        """Start one contiguous copy."""
+        """Start one contiguous copy on the CUDA stream with index ``stream``."""
         with self._torch.cuda.stream(self._streams[stream]):
             to.copy_(source, non_blocking=True)
 

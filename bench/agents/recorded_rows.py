@@ -89,7 +89,7 @@ def first_row(path: Path) -> Row:
 
 @dataclass(slots=True)
 class _At:
-    """Position of the line that is read, for error messages."""
+    """Number of the line that is being read, for error messages."""
 
     line: int = 0
 
@@ -173,7 +173,11 @@ def whole(row: Row, name: str) -> int:
 
 
 def text(row: Row, name: str) -> str:
-    """Return the text in a field."""
+    """Return the text in a field.
+
+    Raises:
+        ValueError: the field is missing or null, or is not a text.
+    """
     return _checked(row, name, lambda found: json_fields.string(found, most=MOST))
 
 
@@ -202,7 +206,11 @@ def _identity(found: object) -> int | str:
 
 
 def known(row: Row, name: str, read: Callable[[Row, str], Read]) -> Read | None:
-    """Return the value of a field, parsed by ``read``; None if the field is null or missing."""
+    """Return the value of a field, parsed by ``read``; None if the field is null or missing.
+
+    Args:
+        read: parses the field with this name, or raises ``ValueError``.
+    """
     return None if row.get(name) is None else read(row, name)
 
 

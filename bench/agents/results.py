@@ -41,7 +41,7 @@ class TurnDone:
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """A job, finished or not.
+    """Result of a job that finished or failed.
 
     Attributes:
         began_s, ended_s: seconds since the start of the run. Their difference is the completion

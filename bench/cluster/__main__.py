@@ -288,7 +288,8 @@ def main(
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure jobs that move between replicas."""
+    """Measure jobs that move between replicas, or what ``--faults``, ``--valkey-cluster`` or
+    ``--router`` selects instead."""
     if behind_router and (trouble or fault or ranks or folder or valkey_cluster):
         raise typer.BadParameter(
             "--router cannot be combined with options that select another measurement"

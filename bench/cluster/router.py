@@ -112,7 +112,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two servers.
+    """Two running servers that publish KV events.
 
     Attributes:
         events: port of each server's events.

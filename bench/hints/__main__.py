@@ -2,17 +2,18 @@
 
     python -m bench.hints --json
 
-``sent``: number of hints sent. ``executed``: number of these that the server accepted, unchanged or
-clipped to a limit, and whose effect its state shows. ``transports``: each hint, with its transport.
-``outcomes``: all results that the server reported. ``prefetch``: contexts that exist only on SSD
-are prefetched before their request. ``first_token_over_cpu_hit`` is the median time to first token
-of these requests, relative to requests on the same server whose context was already in CPU memory.
-``ssd_reads_after_arrival`` counts pages read from SSD after the requests' arrival. ``release``:
-pages of a released job that remain after ``released_s``, except pages that another job shares.
-``revise``: effect on a pin when a client revises what it stated about the running tool.
-``route_ms``: time of a call on the idle server. ``abuse``: hostile calls of the route while streams
-decode. ``p95_over_404s`` is the 95th percentile of the time between tokens, relative to the same
-number of calls that vLLM refuses with 404.
+``sent``: number of hints sent. ``executed``: number of these that the server accepted or clipped
+(carried out in part, or for a shorter time), and whose effect the server's status shows.
+``transports``: the outcome of each hint, with its transport.
+``outcomes``: number of results that the server reported, by outcome. ``prefetch``: contexts that
+exist only on SSD are prefetched before their request. ``first_token_over_cpu_hit`` is the median
+time to first token of these requests, relative to requests on the same server whose context was
+already in CPU memory. ``ssd_reads_after_arrival`` counts pages read from SSD after the requests'
+arrival. ``release``: pages of a released job that remain after ``released_s``, except pages that
+another job shares. ``revise``: effect on a pin when a client revises what it stated about the
+running tool. ``route_ms``: time of a call on the idle server. ``abuse``: hostile calls of the route
+while streams decode. ``p95_over_404s`` is the 95th percentile of the time between tokens during
+these calls, divided by the same percentile during calls that vLLM refuses with 404.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ hint, and True if the pin must remain."""
 
 
 def revise(server: Server, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Revise gaps of pinned jobs. Returns one row per revision.
+    """Send each of ``REVISIONS`` to a job whose KV is pinned. Returns one row per revision: its
+    outcome, whether the pin remains, and whether both are as expected.
 
     Raises:
         RuntimeError: a job was not pinned before its revision.

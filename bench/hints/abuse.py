@@ -147,7 +147,9 @@ def hostile(victims: Sequence[Victim]) -> list[bytes]:
 
 
 def call(port: int, path: str, body: bytes) -> str:
-    """Make a call. Returns ``harmless``, ``refused``, ``limited`` or a description of the fault."""
+    """POST a body to a path of the server on loopback. Returns ``harmless``, ``refused``,
+    ``limited`` or a description of the fault.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request("POST", path, body, JSON_TYPE)
@@ -173,11 +175,13 @@ def call_many(
     port: int, path: str, bodies: Sequence[bytes], first: int, calls: int, spell_s: float
 ) -> Counter[str]:
     """Make calls, with each of ``bodies`` in turn, spread evenly over a spell, up to ``CALLERS`` of
-    them concurrently. Returns the count of each result. Calls that are left at ``LATE`` times the
-    planned end of the spell are counted as ``not made``.
+    them concurrently. Returns the count of each result. Calls that would start later than ``LATE``
+    times the spell's planned duration are counted as ``not made``.
 
     Args:
         first: number of the spell's first call, counted over all rounds.
+        calls: number of calls.
+        spell_s: planned duration of the spell, seconds.
     """
     began = time.monotonic()
 

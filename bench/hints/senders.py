@@ -30,17 +30,18 @@ TERMS: Mapping[Intent, Mapping[str, object]] = {
     Intent.PIN: {"ttl_s": PIN_S},
     Intent.REVISE: {"expected_tool_s": TOOL_S},
 }
-"""Fields of a hint in addition to its target."""
+"""Fields of a hint in addition to its target, by intent. Intents without such fields are missing.
+"""
 TURN_ENDS = (Intent.RETAIN, Intent.PIN, Intent.DEMOTE)
 """Intents of hints that, if a turn carries them, apply to that turn's own job."""
 DONE = (Outcome.ACCEPTED, Outcome.CLIPPED)
 
 
 class Server:
-    """A server's routes and requests, for one client.
+    """Client of one server, which sends requests and hints, and reads the server's status.
 
     Args:
-        http: client of the server.
+        http: HTTP client with the server's address.
 
     Attributes:
         results: all results that the server has reported.
@@ -359,9 +360,10 @@ SENDERS: Sequence[Sender] = (
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A hint that was sent.
+    """A hint that was sent, and its effect.
 
     Attributes:
+        transport: name of the sender.
         reported: the outcome in the answer.
         outcome: the final outcome.
         seen: True if the server's state shows that the hint was carried out.

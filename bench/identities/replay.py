@@ -40,7 +40,7 @@ _IDS = (BODY_FIELDS - {*SYSTEMS, FOLLOWS}) | {
     "session_id",
     "vllm_xargs",
 }
-"""Fields that a client would send on any endpoint."""
+"""Body fields with ids and hints, which a client would send on any endpoint."""
 _OF_MODEL = frozenset(
     {
         "context_management",

@@ -20,8 +20,8 @@ IMAGE_TOKEN = 3
 IMAGE_PIXELS, PATCH_PIXELS = 56, 14
 """Edge length of an image, and of the patch that becomes one token, in pixels."""
 STATE_CHUNK = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
-"""Maximum prefill chunk. vLLM's CPU scan for Mamba 2 keeps no states inside a chunk, so a chunk
-must not be longer than a block."""
+"""Engine options that limit a prefill chunk. vLLM's CPU scan for Mamba 2 keeps no states inside a
+chunk, so a chunk must not be longer than a block."""
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 

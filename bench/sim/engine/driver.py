@@ -230,7 +230,7 @@ class _Run:
         self._turn(running)
 
     def _turn(self, running: _Running) -> None:
-        """Start the job's next turn. The turn passes the gate unless the job is a sub-agent."""
+        """Start the job's next turn. The gate may hold it back unless the job is a sub-agent."""
         number = len(running.record.turns)
         turn = running.job.turns[number]
         after_agents = number > 0 and bool(running.job.turns[number - 1].agents)

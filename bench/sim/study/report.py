@@ -54,8 +54,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _loads_table(scene: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return a table of the mean completion time and P95 in seconds, and the fraction of the gap
-    closed, of each policy at each load.
+    """Return a table with the mean and P95 of completion times in seconds, and the fraction of the
+    gap between stock vLLM and infinite VRAM that is closed, for each policy at each load.
     """
     workload, gpu, model, cpu = scene
     loads = sorted({row["load"] for row in rows})

@@ -20,7 +20,8 @@ EXAMPLES = {
     "<url>": "https://a",
     "<n>": "1",
 }
-"""Words that replace the masks of a recorded command. Masking a word yields the same mask again."""
+"""Words that replace the masks in a recorded command. A trace contains masks in place of paths,
+texts and numbers. Masking a word yields the same mask again."""
 SAYS_LAST = (StoryEnd.OVER, StoryEnd.NO_GAP)
 
 

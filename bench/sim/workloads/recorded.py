@@ -10,7 +10,8 @@ job. It is also split where a gap, or the number of tokens shared with the previ
 null, and at a request without tokens, which is left out. A sub-agent's requests from the first null
 on are left out. A sub-agent of unknown duration is left out, and its time is part of its parent's
 gap. A job with fewer than three turns is left out. All of these are counted. A job's turns after
-``MOST_TURNS``, and sessions marked as duplicates, are left out without being counted.
+``MOST_TURNS``, sub-agents after a job's last turn, and sessions marked as duplicates are left out
+without being counted.
 """
 
 from __future__ import annotations
