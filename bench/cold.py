@@ -59,9 +59,9 @@ def context_bytes(tokens: int) -> float:
 
 
 def options_of(model: Path, tokens: int, space: float, env: Mapping[str, str]) -> ServerOptions:
-    """Return the options of a server with CPU memory for ``space`` contexts and a KV pool for
-    little more than one. The server pins nothing, so KV that leaves VRAM must be restored from
-    another tier.
+    """Return the options of a server with CPU memory for ``space`` contexts, and a KV pool for
+    little more than one context. The server pins nothing, so KV that leaves VRAM must be restored
+    from another tier.
     """
     settings = {
         "TIERED_KV_CPU_GIB": f"{space * context_bytes(tokens) / GIB:.4f}",

@@ -97,8 +97,8 @@ def stream() -> Iterator[socket.socket]:
 def time_stream(
     connection: socket.socket, pages: Sequence[Bytes], slots: Sequence[Bytes]
 ) -> tuple[float, float]:
-    """Return the seconds to send and to receive the pages. Contexts pass through the slots one
-    after another.
+    """Return the seconds to send and to receive the pages. Received pages are written to the slots,
+    which hold one context at a time.
 
     Raises:
         RuntimeError: a received page differs.
@@ -122,8 +122,8 @@ def time_stream(
 def time_store(
     store: RemotePages, keys: Sequence[PageKey], pages: Sequence[Bytes], slots: Sequence[Bytes]
 ) -> tuple[float, float]:
-    """Return the seconds to write and to read the pages. Contexts pass through the slots one after
-    another.
+    """Return the seconds to write and to read the pages. Pages are read into the slots, which hold
+    one context at a time.
 
     Raises:
         RuntimeError: a page was not stored, or differs when it is read.

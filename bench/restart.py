@@ -86,7 +86,8 @@ def from_cpu(client: httpx.Client, prompt: list[int]) -> Answer:
 
 
 def measure(model: Path, tokens: int, folder: Path, tick: Tick) -> dict[str, Any]:
-    """Kill a server, and measure what the next server finds.
+    """Kill a server, and measure what the next server finds. Returns the figures that the module
+    docstring explains.
 
     Args:
         folder: folder for the memory file.

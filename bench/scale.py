@@ -363,7 +363,7 @@ class Played:
 
 
 def play(scenario: Scenario) -> Played:
-    """Play a scenario on every engine.
+    """Play a scenario on every engine. Returns the measurements.
 
     Raises:
         RuntimeError: a hook raised, the engine made no progress, or nothing was read from the lower

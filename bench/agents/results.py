@@ -74,7 +74,8 @@ class Run:
         rss_bytes: resident memory of the server at the end.
         agents: sub-agents as separate jobs. A parent job's time includes the times of its
             sub-agents.
-        reports_cached: True if the server reported ``cached_tokens``. Otherwise they are 0.
+        reports_cached: True if the server reported cached prompt tokens. Otherwise
+            ``cached_tokens`` is 0 in all turns.
         counts: prompt tokens by the server's own counters: all (``asked``), found in VRAM
             (``vram``) and restored by the connector (``connector``).
     """

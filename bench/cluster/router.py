@@ -281,9 +281,10 @@ def job_times(
         urls: address of each arm's router.
 
     Returns:
-        ``paired_ratio``, ``paired_interval``: mean job time of the first arm over that of the
-            second. ``seconds``: mean job time of each arm. ``cached_share``: fraction of the
-            earlier context that later turns found cached. ``rounds``: the mean times of each round.
+        ``paired_ratio``, ``paired_interval``: mean job time of the first arm, divided by the mean
+            job time of the second arm, and the 95% interval. ``seconds``: mean job time of each
+            arm. ``cached_share``: fraction of the earlier context that later turns found cached.
+            ``rounds``: the mean times of each round.
 
     Raises:
         RuntimeError: a job failed.
@@ -357,12 +358,13 @@ def killed(pair: Pair, url: str, size: Size, tick: Tick) -> dict[str, Any]:
         url: address of a router that keeps a job on its server.
 
     Returns:
-        ``jobs``: number of jobs of the killed server, each answered by the other.
-        ``noticed_s``: time until the first of them was answered, seconds. Until the router notices
-            that the server is gone, it answers with errors, and the client repeats the request.
-        ``remote_share``: fraction of their contexts that came from the shared store.
+        ``jobs``: number of jobs of the killed server, each answered by the other server.
+        ``noticed_s``: time until the first of these jobs was answered, seconds. Until the router
+            notices that the server is gone, it answers with errors, and the client repeats the
+            request.
+        ``remote_share``: fraction of these jobs' contexts that came from the shared store.
         ``compared``, ``equal``: number of jobs whose whole context came from the store, and True if
-            their answers equal the answers of the same jobs when no server was killed.
+            these jobs' answers equal their answers when no server was killed.
 
     Raises:
         httpx.HTTPStatusError: the router does not send the jobs to the other server.

@@ -179,7 +179,7 @@ class WithCacheServer:
 
 
 def router_of(urls: Sequence[str], log: Path, *words: str) -> Peer:
-    """Return the router in front of running servers, not started yet.
+    """Return the router for running servers. The router is not started yet.
 
     Args:
         urls: addresses of the servers.

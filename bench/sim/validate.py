@@ -208,8 +208,8 @@ def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]
 
 
 def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> bool:
-    """Return True if the simulation ranks correctly all pairs of real figures that differ by more
-    than ``apart``.
+    """Return True if the simulation puts every two servers in the right order whose real figures
+    differ by more than ``apart``.
 
     Args:
         pairs: real and simulated figures of each server.
@@ -328,7 +328,9 @@ def compare(
 
 
 def calibration_jobs(seed: int) -> list[Job]:
-    """Create jobs of random tokens with prompts and answers of all lengths."""
+    """Create jobs of random tokens. Their prompts and answers cover the ranges ``FIRST``, ``ADDED``
+    and ``ANSWER``.
+    """
     rng = np.random.default_rng(seed)
 
     def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:

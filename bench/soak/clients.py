@@ -244,8 +244,8 @@ async def _newcomer(client: Client, name: str) -> None:
 
 
 async def abandon(client: Client) -> None:
-    """Start one job after another. Each announces that its next turn follows in a second, and never
-    sends it.
+    """Start one job after another. Each job announces that its next turn follows in a second, and
+    never sends that turn.
     """
     while client.site.goes_on():
         hints = {

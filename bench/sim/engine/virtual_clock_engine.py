@@ -79,7 +79,11 @@ class LeapTimer(StepTimer):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedRestore(AlwaysRestore):
-    """Restores whole chunks of tokens, without a partial tail."""
+    """Restore policy that restores only whole chunks, without the partial chunk at the end.
+
+    Attributes:
+        chunk: tokens per chunk.
+    """
 
     chunk: int
 

@@ -206,7 +206,9 @@ def _draw_tiers(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_bars(result: Mapping[str, Any], base: Path) -> list[Path]:
-    """Draw a panel per group. Groups with the same cases share a scale."""
+    """Draw a bar chart with a panel per group. If all groups have the same cases, all panels share
+    a scale. Returns the paths of the files.
+    """
     groups = dict[str, list[Row]]()
     for row in result["rows"]:
         groups.setdefault(row["group"], []).append(row)
