@@ -16,12 +16,12 @@ prefill. Figures are over the tested gaps of all folds.
   sessions.
 - ``accuracy``: fraction of decisions that were right about X <= B, judged by the forecast or,
   without a forecast, by whether the policy pinned the turn (a prediction that X <= B).
-- ``cover50``, ``cover90``: fraction of gaps below the forecast's 0.5 and 0.9 quantiles; null
+- ``cover50``, ``cover90``: fraction of gaps at or below the forecast's 0.5 and 0.9 quantiles; null
   without a forecast.
 - ``us``: microseconds of CPU time per decision.
 
-``against``: mean utility per gap of the default policy minus that of every other policy, with a 95%
-interval from the same bootstrap.
+``against``: for every other policy, mean utility per gap of the default policy minus the mean
+utility of the other policy, with a 95% interval from the same bootstrap.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ A Valkey server on loopback stores pages of 256 KiB of random bytes, with the co
 are written and read in the same way as by the connector's I/O thread, one context at a time, and
 checked. ``get`` and ``put`` are the store's speed, divided by the speed of one TCP stream between
 two Python processes that carries the same pages from and to the same memory, as medians over
-rounds.
-``lookups_per_s``: lookup rate for 100,000 keys, half of which exist. ``scheduler_ms``: additional
-time of the scheduler's thread for a request of 3,000 tokens, with a remote store that is queried
-and written. ``asked_ms``: the part of ``scheduler_ms`` until the store's answer arrives.
+rounds. ``lookups_per_s``: lookup rate for 100,000 keys, half of which exist. ``scheduler_ms``:
+additional time of the scheduler's thread for a request of 3,000 tokens, with a remote store that is
+queried and written. ``asked_ms``: the part of ``scheduler_ms`` until the request has its blocks,
+after the store's answer.
 """
 
 from __future__ import annotations

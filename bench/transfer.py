@@ -349,7 +349,9 @@ def measure(side: CpuSide, scale: Scale, tick: Tick) -> dict[str, Any]:
 
 
 def worst(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the smallest fraction of each direction, and of all, over rows with enough pages."""
+    """Return the smallest fraction of each direction, and of all directions, over the rows with at
+    least ``COUNTS_FROM`` pages.
+    """
     counted = [row for row in rows if row["pages"] >= COUNTS_FROM]
     least = {way: min(row["fraction"] for row in counted if row["way"] == way) for way in WAYS}
     fractions = {f"{way}_fraction": fraction for way, fraction in least.items()}

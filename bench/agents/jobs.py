@@ -204,7 +204,7 @@ class Load:
         answer: length of every answer.
         gap_s: median tool time.
         gap_spread: standard deviation of the logarithm of the tool time, which is lognormal.
-        gap_limit_s: maximum tool time. Longer ones are shortened to it.
+        gap_limit_s: maximum tool time. Longer times are shortened to this limit.
         apart_s: mean time between job starts.
     """
 

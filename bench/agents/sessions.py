@@ -114,8 +114,8 @@ def _turn(row: Row) -> dict[str, Any]:
 
 
 def _known(name: str | None, turns: Sequence[Row]) -> list[Recorded]:
-    """Return the turns of a session, by time, up to the first null text. Returns no turns if the
-    session's name or any time is null.
+    """Return the turns of a session, by time, before the first turn with a null text. Returns no
+    turns if the session's name or any time is null.
     """
     if name is None or any(turn["timestamp"] is None for turn in turns):
         return []

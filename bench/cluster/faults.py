@@ -179,8 +179,8 @@ def suffer(
             contains none of the turns.
         ``in_time``: True if the trace contains all turns, and none waited longer than 120 ms plus
             the longest time to compute a prompt.
-        ``p95_ratio``, ``p50_ratio``: quantiles of times to first token, over the same quantiles
-            without a store.
+        ``p95_ratio``, ``p50_ratio``: quantiles of times to first token, divided by the same
+            quantiles without a store.
         ``noise``: P95 over median of the times to first token without a store. About 1 on a quiet
             machine, because all turns compute the same number of tokens.
         ``first_ms``, ``alone_ms``: time to first token of each second turn, with and without a

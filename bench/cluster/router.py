@@ -1,9 +1,9 @@
 """vLLM's router in front of replicas: where jobs go, how long they take, and a replica that dies.
 
 Prompts are texts, because the router ignores cached blocks for token ids. Three pairs of servers
-run: one publishes the connector's KV events next to vLLM's, one publishes only vLLM's, and one has
-a shared store. Each server has one core. ``scripts/install-peers`` installs the router. Its
-``kv_aware`` policy gets no job id, so that only events can tell it where a context is.
+run: one publishes the connector's KV events in addition to vLLM's, one publishes only vLLM's, and
+one has a shared store. Each server has one core. ``scripts/install-peers`` installs the router. Its
+``kv_aware`` policy gets no job id, so that it can find a context's server only by the events.
 """
 
 from __future__ import annotations

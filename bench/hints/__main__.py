@@ -4,16 +4,16 @@
 
 ``sent``: number of hints sent. ``executed``: number of these that the server accepted or clipped
 (carried out in part, or for a shorter time), and whose effect the server's status shows.
-``transports``: the outcome of each hint, with its transport.
-``outcomes``: number of results that the server reported, by outcome. ``prefetch``: contexts that
-exist only on SSD are prefetched before their request. ``first_token_over_cpu_hit`` is the median
-time to first token of these requests, relative to requests on the same server whose context was
-already in CPU memory. ``ssd_reads_after_arrival`` counts pages read from SSD after the requests'
-arrival. ``release``: pages of a released job that remain after ``released_s``, except pages that
-another job shares. ``revise``: effect on a pin when a client revises what it stated about the
-running tool. ``route_ms``: time of a call on the idle server. ``abuse``: hostile calls of the route
-while streams decode. ``p95_over_404s`` is the 95th percentile of the time between tokens during
-these calls, divided by the same percentile during calls that vLLM refuses with 404.
+``transports``: the outcome of each hint, with its transport. ``outcomes``: number of results that
+the server reported, by outcome. ``prefetch``: contexts that exist only on SSD are prefetched before
+their request. ``first_token_over_cpu_hit`` is the median time to first token of these requests,
+relative to requests on the same server whose context was already in CPU memory.
+``ssd_reads_after_arrival`` counts pages read from SSD after the requests' arrival. ``release``:
+pages of a released job that remain after ``released_s``, except pages that another job shares.
+``revise``: effect on a pin when a client revises what it stated about the running tool.
+``route_ms``: time of a call on the idle server. ``abuse``: hostile calls of the route while streams
+decode. ``p95_over_404s`` is the 95th percentile of the time between tokens during these calls,
+divided by the same percentile during calls that vLLM refuses with 404.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def provoke(server: Server, prompt: Sequence[int]) -> None:
 
 def release(server: Server, own: Sequence[int], shared: Sequence[int]) -> dict[str, Any]:
     """Release a job that has pages in every tier, and shares some of them with another job. Returns
-    the number of pages before and after the release, and the seconds until none remained."""
+    the number of its pages before the release, the number that remain afterwards, and the seconds
+    until none remained or ``RELEASED_S`` had passed."""
     pages = len(shared) // BLOCK
     shared = shared[: pages * BLOCK]
     prompt = [*shared, *own]

@@ -1,4 +1,4 @@
-"""Restores on every architecture that vLLM runs here: equal answers, equal bytes, and controls.
+"""Restores on each architecture that vLLM runs on this machine: equal answers and bytes, controls.
 
     python -m bench.models --json
     python -m bench.models --only llama --only gemma3

@@ -41,7 +41,7 @@ class Kind:
 
     Attributes:
         optional: True if the server may be unable to start on this machine. The result then reports
-            its message.
+            the server's error message.
         ssd: True to give the server an empty folder for its SSD tier at every start.
         deploy: starts the server, together with the processes of a peer if it needs any.
         needs_costs: True if the configuration contains the costs of stock vLLM's steps. Such
@@ -75,8 +75,8 @@ class Sizing:
     """KV pools and longest request, in tokens.
 
     Attributes:
-        pool_tokens: pool of every server except the bound, and limit of concurrent contexts on
-            ``reach``.
+        pool_tokens: pool of every server except ``reach`` and ``bound``, and limit of concurrent
+            contexts on ``reach``.
         bound_tokens: pool that holds all jobs' contexts together.
     """
 
@@ -118,8 +118,8 @@ def make_kinds(
     own_scheduler: bool = False,
     peers: bool = False,
 ) -> list[Kind]:
-    """Return the server types to compare: stock vLLM twice, two bounds, tiered-kv with several
-    policies and tiers, vLLM's offloading connectors, and peers.
+    """Return the server types to compare: stock vLLM twice, the bounds ``reach`` and ``bound``,
+    tiered-kv with several policies and tiers, vLLM's offloading connectors, and peers.
 
     Args:
         policies: names of tiered-kv policies to add to the default.

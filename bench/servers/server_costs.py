@@ -45,7 +45,8 @@ class Span:
     """A turn, with times on the run's clock in seconds.
 
     Attributes:
-        begin: start of the prefill. first, end: times of the first and the last token.
+        begin: start of the prefill.
+        first, end: times of the first and of the last token.
         prompt, output: token counts.
         computed: number of prompt tokens computed.
         copied: time during which the engine only copied pages for this turn.

@@ -1,9 +1,9 @@
 """Validation of the simulator: closed forms, conservation, and a real server.
 
 A real server and the simulator get the same jobs at the same times, and pools of the same size.
-Step costs are fitted to two runs of synthetic jobs of all lengths on stock vLLM, one with one job
-at a time and one with concurrent jobs. Then recorded jobs of mini-swe-agent run on every server
-type, both real and simulated.
+Step costs are fitted to two runs of synthetic jobs on stock vLLM, one with one job at a time and
+one with concurrent jobs. The prompts and answers of these jobs have many lengths. Then recorded
+jobs of mini-swe-agent run on every server type, both real and simulated.
 """
 
 from __future__ import annotations

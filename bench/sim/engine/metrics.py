@@ -12,7 +12,7 @@ TIERS = ("vram", "cpu", "ssd", "recomputed")
 
 @dataclass(slots=True)
 class TurnRecord:
-    """A turn. Times are in seconds on the run's clock; -1 before the event.
+    """Record of a simulated turn. Times are in seconds on the run's clock; -1 before the event.
 
     Attributes:
         asked_s: when the turn arrived.
@@ -44,7 +44,7 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class JobRecord:
-    """A job.
+    """Record of a simulated job.
 
     Attributes:
         began_s: when the job's first turn arrived.

@@ -393,9 +393,9 @@ class Engine:
         return int(max(1, min(LONGEST_LEAP, by_time, left, self._room(running), by_budget)))
 
     def _room(self, running: int) -> int:
-        """Return the number of tokens that each running request can add before blocks run out. In a
-        model with recurrent layers, the number ends at a block boundary, because vLLM would
-        otherwise treat the tokens of a leap as a prefill.
+        """Return the number of tokens that each running request can add before blocks run out. For
+        a model with recurrent layers, returns the number of tokens to the next block boundary,
+        because vLLM treats more tokens than that as a prefill.
         """
         groups = self.machine.groups
         if any(group.kind is KvKind.STATE for group in groups):

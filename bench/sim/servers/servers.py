@@ -17,12 +17,11 @@ of ``TIERED_KV_POLICY``, or any ``module:Class``, run the connector. The other b
 
 ``occupancy`` runs the connector under ``ContinuumScheduler``, and ``occupancy-alone`` runs it under
 vLLM's own scheduler. ``occupancy-patient`` assumes clients that never time out, as ``thunderagent``
-requires.
-``occupancy-open`` holds no job back, ``occupancy-unpinned`` pins nothing, ``occupancy-late``
-promotes nothing before a job returns, and ``occupancy-blind`` makes the same forecast for every
-gap. ``occupancy-orphans`` does not know which job started a sub-agent. ``occupancy-knowing`` knows
-each job's number of turns and its longest context. ``continuum`` and ``continuum-fixed`` serve
-requests in job order, as in their paper. ``lru+cpu`` is plain offloading.
+requires. ``occupancy-open`` holds no job back, ``occupancy-unpinned`` pins nothing,
+``occupancy-late`` promotes nothing before a job returns, and ``occupancy-blind`` makes the same
+forecast for every gap. ``occupancy-orphans`` does not know which job started a sub-agent.
+``occupancy-knowing`` knows each job's number of turns and its longest context. ``continuum`` and
+``continuum-fixed`` serve requests in job order, as in their paper. ``lru+cpu`` is plain offloading.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _rows(record: Row) -> list[Row]:
 
 
 def _known_ones(asked: Sequence[Row]) -> Iterator[Row]:
-    """Yield a sub-agent's requests up to the first incomplete one."""
+    """Yield a sub-agent's requests before the first incomplete request."""
     for at, row in enumerate(asked):
         if _lacks_tokens(row) or (at and _is_apart(row)):
             return
