@@ -224,8 +224,9 @@ def served(options: ServerOptions, folder: Path) -> Iterator[tuple[VllmServer, h
 
 
 def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str, Any]:
-    """Measure three servers: with CPU memory for everything; with CPU memory for a few contexts and
-    an SSD; and the second server after a restart.
+    """Measure three servers: with CPU memory for all contexts; with CPU memory for a few contexts
+    and an SSD; and the second server after a restart. Returns the median times, milliseconds, and
+    their ratios.
 
     Raises:
         RuntimeError: the KV of a request did not come from the intended tier.

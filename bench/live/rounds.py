@@ -147,10 +147,12 @@ class Rounds:
                 raise LiveError(f"{target.name} did not finish the warm-up job: {done.error}")
 
     def run_all(self) -> None:
-        """Measure everything. After an interrupt, completed runs are kept.
+        """Measure every load on every server, in every round. Runs that the ledger already has are
+        not repeated. After an interrupt, completed runs are kept.
 
         Raises:
             LiveError: a server finished no job of a run.
+            RunFileError: a stored run cannot be read.
         """
         for load in self.loads:
             for number in range(self.rounds):
