@@ -61,7 +61,7 @@ class _Share:
 
     Attributes:
         requests: number of its live requests.
-        admitted_at: when one of them was admitted last, seconds.
+        admitted_at: when a request of the client was last admitted, seconds; 0 before that.
     """
 
     requests: int = 0
@@ -176,7 +176,7 @@ class Fairness:
 
     def may_wait_for_tiers(self, request_id: str) -> bool:
         """True if a waiting request may wait for pages that are promoted for it. Always True for a
-        preempted request, which has not waited since its arrival."""
+        preempted request, which has not waited since its arrival, and for an unknown request."""
         live, longest_s = self._live.get(request_id), (1 + TIERS_GRACE) * self._max_wait_s
         if live is None or not live.in_line:
             return True
@@ -194,7 +194,8 @@ class Fairness:
 
     def must_yield(self, request_id: str, step: int) -> bool:
         """True if a request that the engine considers for admission must wait, because an overdue
-        request arrived before it.
+        request arrived before it. Always False for a preempted request, which is recorded as
+        waiting again.
 
         Args:
             step: number of the engine's step.

@@ -1,8 +1,8 @@
 """The order of requests by their jobs: which request is admitted next, is held back, or is
 preempted.
 
-If the engine runs ``ContinuumScheduler``, the scheduler queries this order; otherwise ``match``
-does.
+If the engine runs ``ContinuumScheduler``, the scheduler queries this order; otherwise
+``SchedulerHalf.match`` does.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class JobQueue:
         return tuple(self._held)
 
     def holds(self, request_id: str, *, behind: bool = False) -> bool:
-        """True if a request of a new job has to wait for space, or ``behind`` other jobs that
-        arrived earlier. A small job does not overtake."""
+        """True if a request of a new job has to wait for space or, with ``behind``, for jobs that
+        arrived earlier, so that a small job does not overtake a large one. False for an unknown
+        request."""
         turn = self._turns.get(request_id)
         if turn is None or self._lets_all_in:
             return False
@@ -86,7 +87,8 @@ class JobQueue:
 
     def lets_overdue_in(self, request_id: str) -> bool:
         """Admit a held-back request that has waited for the maximum time, regardless of order.
-        Returns False if the request has not waited for that long."""
+        Returns False if the request has not waited for that long, and True for an unknown
+        request."""
         turn = self._turns.get(request_id)
         return turn is None or self._lets_all_in or self._admission.lets_overdue_in(turn)
 
@@ -131,8 +133,8 @@ class JobQueue:
 
     def in_parked_order(self, parked: Iterable[str]) -> list[str]:
         """Sort held-back requests in the order in which they are admitted. Turns of started jobs
-        come first, by the start of their jobs. New jobs follow: first those of the salt with the
-        fewest blocks, then by arrival."""
+        come first, by the start of their jobs. New jobs follow: first the jobs of the client with
+        the fewest blocks, then by arrival."""
         arrivals = {request_id: self._fairness.arrived_at(request_id) for request_id in parked}
         by_arrival = sorted(arrivals, key=arrivals.__getitem__)
         salts = {request_id: self._salt(request_id) for request_id in by_arrival}

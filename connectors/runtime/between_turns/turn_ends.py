@@ -49,8 +49,8 @@ from .open_gaps import MOST_CHILDREN, OpenGap, OpenGaps, PrefixSketch
 from .turn_log import TurnLog
 
 PROVISIONAL_S = 2.0
-"""Maximum time that a turn is pinned while its tool call is being read, seconds. Without a pin its
-blocks would be lost right after the turn's end."""
+"""Maximum time that a turn's blocks are pinned while its tool call is being read, seconds. Without
+a pin, the blocks would be lost right after the turn's end."""
 MOST_RECENT = 256
 """Number of recent decisions that are kept."""
 
@@ -190,8 +190,8 @@ class KvPlacement:
         """Decide where the KV of a finished turn is kept.
 
         Args:
-            away: True if the job's gap opens: the job is not over, no other turn of it is running,
-                and this turn got as far as having KV.
+            away: True if the job's gap opens: the job is not over, none of its turns is running,
+                and the finished turn has KV.
         """
         costs = self._cost_model.costs(end.context_tokens, end.job)
         decision = self._policy.decide(end, costs)
@@ -328,8 +328,8 @@ class KvPlacement:
 
 
 IDLE_AHEAD_S = 3600.0
-"""Time by which an engine that becomes idle promotes contexts in advance, seconds. Possibly no hook
-runs during that time."""
+"""When the engine becomes idle, contexts that are due within this time are promoted immediately,
+seconds, because possibly no hook runs before they are due."""
 
 
 class Arrival(NamedTuple):
@@ -350,7 +350,7 @@ class TurnEnds:
     Attributes:
         jobs, responses: known jobs, by key and by their last responses.
         open: open gaps of jobs.
-        prefetch: contexts in lower tiers that are to be promoted in time.
+        prefetch: contexts in lower tiers that are to be promoted before their jobs return.
         decided: recent final decisions.
         at_end: for each job, functions to call once, when the last of its running turns has ended
             and before that turn is reported.
@@ -438,8 +438,10 @@ class TurnEnds:
         """Supersede the contexts that a job had left by the end of the turn that this prompt
         extends. Returns the number of their pages.
 
-        A request for a title or a classification leaves the conversation as a compaction does, but
-        the client then returns to it. Only a second turn shows that the job has moved on.
+        Both a compaction and a side request, such as one for a title, have a prompt that does not
+        extend the conversation, but after a side request the client returns to the conversation.
+        Only a turn that extends the new prompt shows that the job has left the old context for
+        good.
         """
         extended = [past for past in job.prompts if past.extended_by(request)]
         if not extended:
@@ -491,8 +493,8 @@ class TurnEnds:
         """Adopt a job that was restored or forked. It is now between turns.
 
         Args:
-            end: the end of its last turn. It is marked as aborted, because the time that the job
-                was away must not be learned as a gap.
+            end: the end of its last turn; ``end.job`` must not be None. The end is marked as
+                aborted, because the time that the job was away must not be learned as a gap.
             named: a request that never runs, with the job's context as its tokens.
             pages: pages of the context, first to last.
         """
@@ -511,7 +513,8 @@ class TurnEnds:
 
     def on_ended(self, turn: Turn) -> dict[str, Any] | None:
         """Decide where the KV of a finished turn is kept, and carry the decision out. Returns the
-        answer to the client, None if there is none."""
+        report that is added to the client's response; None unless the client named a job or sent KV
+        hints."""
         pages, save, has_kv = turn.save.pages, turn.save.last, turn.has_kv
         job = turn.job
         if job is not None:
@@ -541,7 +544,8 @@ class TurnEnds:
 
     def _found_by_others(self, turn: Turn) -> int:
         """Return the number of pages at the start of a job's first turn that other jobs had
-        computed, and that further jobs may use; 0 for later turns, and with windows or states."""
+        computed, and that further jobs may use; 0 for later turns, and if some group keeps less
+        than the whole context."""
         if turn.number > 1 or self._facts.narrow:
             return 0
         return (turn.source.vram_tokens + turn.source.cpu_tokens) // self._facts.block_size
@@ -602,7 +606,7 @@ class TurnEnds:
     def give_up(
         self, job: JobKey, why: StoryEnd = StoryEnd.GIVEN_UP, own: Sequence[PageKey] = ()
     ) -> None:
-        """Stop expecting the job.
+        """Stop expecting the job to return: release its pin, and close its gap as censored.
 
         Args:
             own: pages of its last turn that no other job shares.
@@ -696,8 +700,8 @@ class TurnEnds:
         return save if save is not None and self._pages.book.under_way(save) else None
 
     def _settle(self, gap: OpenGap) -> None:
-        """Handle a gap's final decision. The pages are shared with other engines, because the job
-        may return to one of them."""
+        """Handle a gap's final decision. Unless the KV is dropped or the turn was aborted, share
+        the pages with other engines, because the job may return to one of them."""
         if gap.decision.tier is not Tier.DROP and not gap.end.aborted:
             self._pages.tiers.share(gap.pages, self._while_saving(gap.save))
         gap.pages, gap.request_id = (), ""  # a client may have chosen a name of any length
@@ -713,7 +717,8 @@ class TurnEnds:
         self.decided.add(gap.decision, self._clock())
 
     def poll(self) -> None:
-        """Do the work that need not be done in every step."""
+        """Promote contexts that are due, give up jobs that have been silent for too long, and save
+        the policy's state if that is due. Need not be called in every step."""
         if self.prefetch:
             self._bring_back(until=self._clock())
         while (late := self.open.oldest_late(self._clock())) is not None:
@@ -744,7 +749,7 @@ class TurnEnds:
         self.prefetch = PrefetchQueue()
 
     def close_all(self) -> None:
-        """Stop expecting any job. Idempotent."""
+        """Stop expecting any job that is between turns. Idempotent."""
         for job in self.open.jobs():
             self.give_up(job, StoryEnd.CLOSED)
 

@@ -171,8 +171,8 @@ class LowerTier:
     @property
     def answers(self) -> bool:
         """False while the tier is not to be used: if it cannot have this engine's pages, if the
-        store has not finished an order that its turn gave up long ago, or if a tier to which other
-        engines also write is in doubt."""
+        store has not finished an order that its turn gave up long ago, or if other engines also
+        write to the tier and its replies were recently wrong or late."""
         now = self._clock()
         if not self._serves or self._doubt.rules(now):
             return False
@@ -330,8 +330,8 @@ class LowerTier:
     # -- reports ------------------------------------------------------------------
 
     def on_promoted(self, done: Settled[PromoteOrder]) -> None:
-        """Count a promotion that has finished on every rank, and the pages that it failed to
-        read."""
+        """Count a promotion that has finished on every rank, and the pages that it failed to read.
+        Failed pages are dropped from every rank's store, and affect the trust in a shared tier."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
         self._count(pages_promoted=good, bytes_promoted=nbytes, promotion_seconds=done.seconds)
@@ -340,7 +340,8 @@ class LowerTier:
         self._lose(done)
 
     def on_demoted(self, done: Settled[DemoteOrder]) -> None:
-        """Count a demotion that has finished on every rank; pause the tier if it failed."""
+        """Count a demotion that has finished on every rank. If it failed, pause the tier, and clear
+        the queue of pages to demote."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
         self._count(pages_demoted=good, bytes_demoted=nbytes, demotion_seconds=done.seconds)
@@ -425,7 +426,8 @@ class LowerTier:
         self._invalidated += saves
 
     def on_handshake(self, ranks: Mapping[int, StoredPages]) -> None:
-        """Record the initial content of the stores. Only pages that every rank has are recorded."""
+        """Record the initial content of the stores. Only pages that every rank has are recorded:
+        none if a rank lacks the tier."""
         tier = self.spec.tier
         lists = [stored.keys for stored in ranks.values()]
         if len(lists) < self._facts.ranks:

@@ -23,7 +23,7 @@ def survivors(
 ) -> tuple[PageKey, ...]:
     """Return the pages of a segment to be rewritten before its deletion: pages that a job between
     turns is likely to return for, and pages that were used. If there are too many, the pages with
-    the highest chance; of pages with equal chance, those written last.
+    the highest chance are returned; of pages with equal chance, those written last.
 
     Args:
         dying: the segment's pages, in the order in which they were written.
@@ -97,7 +97,8 @@ class Reclaims:
         return unsent
 
     def answer(self, rank: int, dying: Proposal) -> None:
-        """Answer a rank's proposal, unless it was answered recently."""
+        """Queue the reply to a rank's proposal to delete a segment, unless it was answered
+        recently."""
         now, last = self._clock(), self._answered.get(rank)
         if last is not None and last.segment == dying.segment and now - last.at < REPEAT_S:
             return

@@ -162,8 +162,8 @@ class Observation:
 
     @property
     def would_have_saved(self) -> dict[str, int]:
-        """Computed prompt tokens that would have been found in manage mode, by tier, since the
-        start."""
+        """Number of prefilled prompt tokens that would have been found in manage mode, by tier,
+        since the start."""
         totals = self._engine.counters.totals
         return {tier: int(totals[name]) for name, tier in WOULD_HAVE_SAVED.items()}
 

@@ -45,7 +45,8 @@ from .saves import Saves
 
 
 class Settlements:
-    """Settlements that have not been sent to the workers.
+    """Settlements, which notify the workers of saves and promotions that every rank has completed,
+    until they are sent.
 
     Args:
         wanted: False if CPU memory ends with the engine; then nothing is collected.
@@ -82,7 +83,7 @@ class Settlements:
         self.reset, self._wanted = self._wanted, False
 
     def take_reset(self) -> bool:
-        """Return True at the first call after a reset."""
+        """Return True at the first call after a reset of which the workers must be notified."""
         reset, self.reset = self.reset, False
         return reset
 
