@@ -23,7 +23,8 @@ class StepTimer:
         """Record the time since the last call.
 
         Args:
-            steps: number of steps built since the last call; 0 if one of them was idle.
+            steps: number of steps built since the last call; 0 if one of them was idle, so that the
+                measurement is ignored.
         """
         if steps and self._looked_at is not None:
             seen = min((now - self._looked_at) / steps, LONGEST_S)

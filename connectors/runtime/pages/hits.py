@@ -1,4 +1,5 @@
-"""Search for the longest prefix of a prompt whose pages are available, and keys of its pages."""
+"""Search for the longest prefix of a prompt whose pages are available, and computation of page
+keys."""
 
 from __future__ import annotations
 
@@ -143,8 +144,8 @@ class HitFinder:
     def _end(self, turn: Turn, at: int, start: int, limit: int, run: Run) -> int:
         """Return the number of tokens that the run of a group's pages covers.
 
-        The last tokens are excluded if a drafter's KV depends on later tokens, because those may
-        have changed since the KV was computed.
+        The last tokens are excluded if a drafter's KV depends on later tokens, because the later
+        tokens may have changed since the KV was computed.
         """
         group, keys = self._facts.groups[at], turn.page_keys(at)
         first = start // group.block_size

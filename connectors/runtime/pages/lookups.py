@@ -53,7 +53,7 @@ def pages_asked(lookups: int, unknown: int) -> int:
 
 
 def answer_wait_s(compute_s: float, *, measured: bool) -> float:
-    """Return the longest wait for the reply, seconds.
+    """Return the longest wait for a store's reply, seconds.
 
     Args:
         compute_s: prefill time that the reply may save, seconds; 0 if unknown.

@@ -63,11 +63,11 @@ class _Rest:
 
     @property
     def group(self) -> int:
-        """Return the group of the first page."""
+        """Return the group of the first page. Requires that a page is left."""
         return self.again[0].group if self.again else self.runs[0].group
 
     def first(self, most: int) -> list[PlacedPage]:
-        """Return the first pages of one group, at most ``most``."""
+        """Return the first pages of one group, at most ``most``. Requires that a page is left."""
         if self.again:
             same = takewhile(lambda page: page.group == self.group, self.again)
             return list(islice(same, most))
@@ -235,7 +235,8 @@ class RestorePieces:
                 restore.touch.append((run, start))
 
     def on_settled(self, done: Settled[LoadOrder]) -> None:
-        """Release the slots of a finished copy to VRAM, and let the engine find its blocks."""
+        """Release the slots of a finished copy to VRAM. If all earlier copies of its restore
+        succeeded, let prefix lookups find its blocks."""
         order = done.order
         self._slots -= self._copying.pop(order.order_id, 0)
         restore = self._under_way.get(order.request_id)

@@ -256,7 +256,7 @@ class Promotions:
         return wanted, behind, found.tokens - behind
 
     def in_vram(self, turn: Turn, limit: int, known: int = 0) -> int:
-        """Return the number of usable prompt tokens that VRAM contains.
+        """Return the number of usable prompt tokens that VRAM contains, at most ``limit``.
 
         Args:
             known: number of tokens already known to be in VRAM.

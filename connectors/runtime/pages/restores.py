@@ -74,7 +74,8 @@ class Restores:
         self._pages = 0
 
     def comes_later(self, turn: Turn, num_computed: int) -> bool:
-        """True if a restore for the turn should be left to the next step."""
+        """True if a restore for the turn should be postponed, because a page is being compressed or
+        this step has already restored ``PAGES_A_STEP`` pages."""
         keys, first = turn.page_keys(), num_computed // self._facts.block_size
         if first >= len(keys):
             return False
@@ -196,8 +197,8 @@ class Restores:
         """Order the restore that the engine expects.
 
         Returns:
-            The restore if it has to be ordered in pieces (``add_piece``), because it is long or CPU
-            memory lacks pages; otherwise nothing.
+            The runs of pages that have to be ordered in pieces (``add_piece``), because the restore
+            is long or CPU memory lacks pages; empty if the whole restore was ordered.
 
         Raises:
             KeyError, RuntimeError: the restore was not offered, or one of its pages has been
@@ -268,7 +269,8 @@ class Restores:
     def add_piece(
         self, turn: Turn, group: int, keys: Sequence[PageKey], blocks: Sequence[int], *, more: bool
     ) -> OrderId:
-        """Order readable pages of a turn that is restored in pieces.
+        """Order readable pages of a turn that is restored in pieces. Raises KeyError if a page is
+        not readable.
 
         Args:
             more: False if this is the last piece.

@@ -30,8 +30,8 @@ STRIDE_TOKENS = 256
 is a multiple of ``TOGETHER``."""
 TOGETHER = 16
 """Interval of the steps in which decoding requests are checked. Blocks filled since the last check
-are saved when the request finishes, and lost when it is preempted. These are at most 272 tokens or
-a block."""
+are saved when the request finishes, and lost when it is preempted. These blocks contain at most 272
+tokens, or are a single longer block."""
 TOUCHED_A_STEP = 4096
 """Maximum number of pages that are counted as just used in a step. Further pages wait for the next
 step."""
@@ -106,8 +106,8 @@ def kept_tokens(request: Request) -> int:
 
 
 def state_tokens(request: Request, facts: EngineFacts) -> int | None:
-    """Return the number of tokens that the state of a finished request covers, once the steps in
-    flight are done.
+    """Return the number of tokens that the recurrent state of a finished request covers, once the
+    steps in flight are done.
 
     A step in flight advances the state in place. If it computes the last token, the state covers
     all tokens. The state is useless if the client received a shorter text. With speculation the
@@ -126,7 +126,8 @@ def state_tokens(request: Request, facts: EngineFacts) -> int | None:
 
 def last_boundary(request: Request, facts: EngineFacts) -> int:
     """Return the number of tokens up to which the engine finds the prompt if it is sent again; 0 if
-    it finds none. The number is one unit less if a drafter's KV depends on the following token."""
+    it finds none. The number is ``hit_tokens`` less if a drafter's KV depends on the following
+    token."""
     unit = facts.hit_tokens
     resent = (request.num_prompt_tokens - 1) // unit * unit
     return max(0, resent - unit) if facts.draft_tokens else resent
@@ -135,8 +136,8 @@ def last_boundary(request: Request, facts: EngineFacts) -> int:
 def prompt_boundaries(request: Request, facts: EngineFacts) -> list[int]:
     """Return the prompt lengths, in tokens, at which the KV of every group is saved in prefill.
 
-    These are where the engine finds the prompt again, where other prompts diverge, and the prompt's
-    end, in descending order.
+    These are where the engine finds the prompt again, where other prompts diverge and, without
+    recurrent states, the prompt's end, in descending order.
 
     Empty unless some group keeps only a part of the context, because otherwise every block is a
     boundary.
@@ -207,7 +208,7 @@ class Saves:
         turn.save.suspended = False
 
     def start_over(self, turn: Turn) -> None:
-        """Offer all of the turn's blocks again."""
+        """Check all of the turn's blocks for pages to save again, from the first block on."""
         turn.save.cursors = [0] * len(self._facts.groups)
         turn.save.boundaries = prompt_boundaries(turn.request, self._facts)
 
@@ -244,9 +245,9 @@ class Saves:
         self._order(filled)
 
     def save_state(self, turn: Turn, group: int, block: int, tokens: int) -> None:
-        """Save a state that the engine keeps after ``tokens`` tokens, once this step has run, if
-        the prompt has a boundary there. The engine may keep many other states, each of which would
-        take a slot."""
+        """Save a recurrent state that the engine keeps after ``tokens`` tokens, once this step has
+        run, if the prompt has a boundary there. The engine may keep many other states, each of
+        which would take a slot."""
         if not turn.pages.fingerprints or tokens not in prompt_boundaries(
             turn.request, self._facts
         ):
@@ -307,7 +308,8 @@ class Saves:
         self._book.index.touch([self._used.popleft() for _ in range(few)])
 
     def _context(self, turn: Turn) -> list[PageKey]:
-        """Return the turn's pages so far, first to last."""
+        """Return the turn's pages that have been checked for saving so far, in the order of the
+        context, and then the pages at its boundaries."""
         cursors, groups = turn.save.cursors, self._facts.groups
         if len(groups) == 1:
             return [*turn.page_keys()[: cursors[0]], *turn.save.bounded]

@@ -134,7 +134,8 @@ class Captures:
     # -- capture of a job -------------------------------------------------------------
 
     def turn_over(self, job: Job, *, stop: bool) -> Generator[Wait, None, None]:
-        """Wait for a job's turns to finish; with ``stop``, after their next token."""
+        """Wait for a job's turns to finish. With ``stop``, make them finish after their next
+        token."""
         for request_id in job.running if stop else ():
             turn = self._turns.by_id.get(request_id)
             if turn is not None:
@@ -244,7 +245,8 @@ class Captures:
         return captured
 
     def _blocks(self, turn: Turn, tokens: int) -> list[Block]:
-        """Return the blocks of the turn's first ``tokens`` tokens, group by group."""
+        """Return the blocks of the turn's first ``tokens`` tokens, group by group. Raises
+        SnapshotError if one of these blocks was released."""
         found = list[Block]()
         for at, group in enumerate(self._facts.groups):
             table = self._pool.tables[at].get(turn.request_id, ())

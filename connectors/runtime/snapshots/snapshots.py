@@ -65,7 +65,7 @@ class NoSnapshots:
     restore = fork = outcome = take
 
     def parents(self, job: JobKey) -> tuple[str, ...]:
-        """Return an empty tuple."""
+        """Return an empty tuple, because no job was forked or restored."""
         return ()
 
     def on_ended(self, turn: Turn) -> None:
