@@ -87,7 +87,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 def report_speculation(vllm_config: Any) -> None:
     """Log what speculative decoding costs with this connector, and warn of vLLM's defect with
-    states."""
+    recurrent states."""
     drafter = vllm_config.speculative_config
     if drafter is None:
         return
@@ -132,8 +132,8 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     ahead = bool(vllm_config.scheduler_config.async_scheduling) or pipelines
     # vLLM rewinds a request whose sync restore failed only if no later step was scheduled yet, and
     # only in its older model runner (vllm-project/vllm#49250). Otherwise the request would continue
-    # with wrong KV. With states a sync restore comes too late, and with several groups it must not
-    # fail.
+    # with wrong KV. With recurrent states, a sync restore comes too late; with several groups, it
+    # must not fail.
     plain = len(groups) == 1 and groups[0].reach.kind is KvKind.FULL
     # Since 0.33, vLLM drops external hits that end within a block if it returns the experts of each
     # token.

@@ -1,4 +1,4 @@
-"""``ContinuumScheduler``: vLLM's scheduler with job order and holding, for ``--scheduler-cls``.
+"""``ContinuumScheduler``: vLLM's scheduler with job order and admission, for ``--scheduler-cls``.
 
     vllm serve MODEL --kv-transfer-config … \\
         --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler

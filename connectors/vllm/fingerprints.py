@@ -271,8 +271,8 @@ def _hash_algorithm(cache: Any) -> str:
 
 
 def _weights_digest(model: Any, load: Any) -> str:
-    """Return the digest of the served weights. For a model without files, it is random, so that no
-    other engine finds its pages."""
+    """Return the digest of the served weights. For a model without files, the digest is random, so
+    that no other engine finds its pages."""
     unknown = f"{UNIDENTIFIED}{secrets.token_hex(8)}"
     if str(load.load_format) == "dummy":
         return unknown

@@ -23,7 +23,8 @@ _ELEMENTS = {
     "fp8_e5m2": ElementType.FP8_E5M2,
 }
 _STATE_ELEMENTS = {**_ELEMENTS, "float32": ElementType.FP32}
-"""Element types by vLLM's names. Attention KV in float32 is stored as opaque."""
+"""Element types of recurrent states by vLLM's names. Unlike these, attention KV in float32 is
+stored as opaque."""
 
 
 def planning() -> ModuleType:
@@ -93,7 +94,7 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
 
 
 def _state_sections(spec: Any) -> Iterator[Section]:
-    """Yield the parts of a layer's state, whose dtypes may differ. For attention, there are
+    """Yield the parts of a layer's recurrent state, whose dtypes may differ. Attention layers have
     none."""
     for shape, dtype in zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True):
         name = str(dtype).removeprefix("torch.")
@@ -127,7 +128,8 @@ def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int |
 
 
 def read_reach(spec: Any) -> KvReach | str:
-    """Return the reach of a group's layers; if it is not supported, the reason as a text."""
+    """Return the reach of a group's layers (which tokens' KV they keep); if vLLM's layer type is
+    not supported, the reason as a text."""
     reaches = {_layer_reach(one) for one in _layer_specs(spec)}
     if len(reaches) > 1:
         return f"layers of one group keep different types of KV ({type(spec).__name__})"

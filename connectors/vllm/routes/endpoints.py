@@ -1,8 +1,8 @@
 """The endpoint plugin: ``/tiered_kv/status``, ``/tiered_kv/jobs`` and ``/tiered_kv/jobs/ID``, and
 the routes for KV hints and for snapshots.
 
-vLLM loads it only if ``VLLM_PLUGINS`` names it. The plugin also adds the job-hint middleware, and
-the reports in streamed answers.
+vLLM loads the plugin only if ``VLLM_PLUGINS`` names it. The plugin also adds the middleware for job
+hints, and the middleware that adds reports to streamed answers.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def read_object(body: bytes) -> Mapping[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        Refusal: the body is not a JSON object.
+        Refusal: the body is not a JSON object, or repeats a field.
     """
     try:
         return mapping(parse(body))
@@ -171,8 +171,8 @@ async def read_bytes(request: Request, most: int) -> bytes:
     """Read the whole body of a request. Stops reading as soon as the body has more than ``most``
     bytes.
 
-    The content type must be JSON. Web pages cannot send that type to another origin without its
-    permission.
+    The content type must be JSON. Web pages cannot send that type to another origin without the
+    other origin's permission.
 
     Raises:
         Refusal: the body is too long or incomplete, or has another type.
@@ -318,7 +318,8 @@ class SnapshotRoutes:
 
         Raises:
             Refusal: the operation failed on an engine, is unfinished, or was started by no engine;
-                with ``of_all`` also if any engine refuses. Other engines may have completed it.
+                with ``of_all`` also if any engine refuses. Other engines may have completed the
+                operation.
         """
         if self._waited_for >= MOST_WAITED_FOR:
             raise Refusal(429, CROWD)
