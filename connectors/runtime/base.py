@@ -322,7 +322,8 @@ class EngineFacts:
     """Engine configuration that the scheduler half and the worker half must agree on.
 
     Attributes:
-        ranks: number of tensor-parallel workers, each of which must report every order.
+        ranks: number of workers (tensor-parallel ranks times pipeline stages), each of which must
+            report every order.
         block_size: tokens per block of the first group.
         hash_tokens: tokens per block hash.
         hit_tokens: granularity of prefix hits in VRAM, tokens.

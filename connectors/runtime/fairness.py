@@ -184,7 +184,7 @@ class Fairness:
 
     def next_overdue_at(self) -> float:
         """Return the time at which the next waiting request becomes overdue, seconds; infinite if
-        none waits, or if all are overdue already."""
+        no request waits, or if all waiting requests are overdue already."""
         latest = self.overdue_until()
         times = (
             next((one.arrived_at for one in line.values() if one.arrived_at > latest), math.inf)
@@ -244,7 +244,7 @@ class Fairness:
     def over_share(self, waiting: Iterable[str]) -> Mapping[str, tuple[float, float]]:
         """Rank the waiting requests that would take their clients over an equal share, except
         overdue requests. Requests of the client with the smallest excess come first; if excesses
-        are equal, those of the client whose last admission was earliest.
+        are equal, requests of the client whose last admission was earliest.
 
         Args:
             waiting: the requests in the order in which the engine would admit them.
@@ -271,8 +271,9 @@ class Fairness:
         return over
 
     def salts_over_share(self, pinned: Mapping[JobKey, int], waiter: str) -> Collection[str]:
-        """Salts whose pins give way to a waiting request of another client regardless of their
-        value, because the clients with these salts have more than an equal share of the pool.
+        """Return the salts whose pins are released for a waiting request of another client
+        regardless of the pins' value, because the clients with these salts have more than an equal
+        share of the pool.
 
         Args:
             pinned: number of blocks of each pin.

@@ -655,7 +655,7 @@ class HintActions:
         return _result(hint, Outcome.CLIPPED if covered else Outcome.REJECTED, why, covered)
 
     def _in_cpu(self, key: PageKey) -> bool:
-        """True if CPU memory has the page, or is about to."""
+        """True if CPU memory has the page, or if the page is being copied to CPU memory."""
         state = self._index.state(key)
         return state.readable or state.moving
 

@@ -96,7 +96,7 @@ KvEvent: TypeAlias = BlocksStored | BlocksRemoved
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Text:
-    """Consecutive blocks of a context, with what identifies them.
+    """Consecutive blocks of a context, with the data that identifies them.
 
     Attributes:
         reported: for each block, the tiers that consumers believe to have it, one bit each.

@@ -250,8 +250,8 @@ class SchedulerHalf:
         return restores.answer(turn)
 
     def on_allocated(self, request_id: str, num_external: int) -> None:
-        """Order the restore of a request that has been allocated blocks. If this raises, call
-        ``refuse_restore``.
+        """Order the restore of a request that has been allocated blocks. If this raises and
+        ``num_external`` is not 0, call ``refuse_restore``.
 
         Args:
             num_external: tokens that the engine expects to be restored; 0 for the second call,
@@ -318,9 +318,9 @@ class SchedulerHalf:
             self.pages.restores.withdraw(turn)
 
     def release_for_running(self) -> bool:
-        """Release a pin because a running request lacks blocks, unless blocks are about to become
-        free. Returns False if a request must be preempted instead, as always in observe mode, where
-        pins hold no blocks."""
+        """Release blocks of a pin or of prompt boundaries, because a running request lacks blocks,
+        unless blocks are about to become free. Returns False if a request must be preempted
+        instead, as always in observe mode, where pins hold no blocks."""
         return self.observation is None and self.admission.pressure.for_running(self.step)
 
     # -- every step ---------------------------------------------------------------
@@ -451,8 +451,8 @@ class SchedulerHalf:
         self.errors.add("ordering requests", "held-back requests are admitted")
 
     def _release_first(self, turn: Turn) -> None:
-        """Let the blocks of a finished job be reused before those of unfinished jobs: the engine
-        reuses blocks without a hash first. Blocks that other jobs may share keep their hash."""
+        """Remove the hashes of a finished job's blocks, so that these blocks are reused before the
+        blocks of unfinished jobs. Blocks that other jobs may share keep their hash."""
         if turn.job is None or turn.job.running != {turn.request_id}:
             return
         blocks = self.pool.tables[CONTEXT].get(turn.request_id, ())[turn.job.first_blocks :]

@@ -172,8 +172,8 @@ class RestoreState:
         loading: number of unfinished orders of the async restore, plus one while further pieces
             remain to be ordered.
         broken: True if the last pieces of the restore did not arrive, until the turn resumes.
-        promised: True from when the engine is told to wait for an async restore until the turn
-            resumes.
+        promised: True from the time at which the engine is asked to wait for an async restore until
+            the turn resumes.
         failed: True if no page of the async restore arrived, until the turn is allocated blocks
             again.
         came_up: number of restored pages that no turn had used since they were promoted from a
@@ -263,8 +263,8 @@ class PressureState:
     """State of the turn's need for blocks. Written by ``pins.pressure``.
 
     Attributes:
-        asked_at: step in which the engine last looked the turn up; None before, or if the turn then
-            lacked blocks that were about to become free.
+        asked_at: step in which the engine last considered the turn for admission; None before, or
+            if the turn then lacked blocks that were about to become free.
         restored_at: last step in which the turn's restore finished and nothing was scheduled.
     """
 
@@ -323,8 +323,8 @@ class TurnPages:
 class Turn:
     """A live request: facts that do not change, and a part for each writer.
 
-    No field is reassigned. The class is not frozen, because requests may arrive by the thousand and
-    freezing doubles the time to construct one.
+    No field is reassigned. The class is not frozen, because thousands of requests may arrive
+    together, and freezing doubles the time to construct a turn.
 
     Attributes:
         job: its job; None if the client named no job and none was inferred.
@@ -381,7 +381,7 @@ class Turn:
 
     @property
     def may_restore(self) -> bool:
-        """True if pages of its prompt may be looked up."""
+        """True if the pages of the turn's prompt may be looked up."""
         readable = bool(self.pages.fingerprints) and self.request.reads_cache
         return readable and not self.restore.failed
 

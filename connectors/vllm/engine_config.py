@@ -178,8 +178,8 @@ def _limits(vllm_config: Any) -> EngineLimits:
 
 
 def with_hash_units(facts: EngineFacts, kv_cache_manager: Any) -> EngineFacts:
-    """Return the facts with the tokens per block hash, and the granularity of vLLM's prefix
-    hits."""
+    """Return the facts with the tokens per block hash, and the granularity of prefix hits, that
+    vLLM's KV cache manager uses."""
     first = kv_cache_manager.coordinator.single_type_managers[0]
     hash_tokens = int(kv_cache_manager.block_pool.hash_block_size)
     hit_tokens = getattr(first, "cache_hit_alignment_tokens", first.scheduler_block_size)

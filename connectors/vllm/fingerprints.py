@@ -37,8 +37,8 @@ class _Load:
         path: folder of the adapter's files.
         stamps: stamps of these files when they were loaded; None if the files may differ from what
             was loaded.
-        identity: identifies the adapter in its page keys: the digest of its files, or a random
-            text; None if its pages get no keys.
+        identity: text that identifies the adapter in its page keys: the digest of its files, or a
+            random text. None if its pages get no keys.
         check: running comparison of the files with the stamps.
     """
 

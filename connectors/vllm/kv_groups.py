@@ -23,8 +23,8 @@ _ELEMENTS = {
     "fp8_e5m2": ElementType.FP8_E5M2,
 }
 _STATE_ELEMENTS = {**_ELEMENTS, "float32": ElementType.FP32}
-"""Element types of recurrent states by vLLM's names. Unlike these, attention KV in float32 is
-stored as opaque."""
+"""Element types of recurrent states by vLLM's names. Only states may be float32: attention KV in
+float32 is treated as opaque."""
 
 
 def planning() -> ModuleType:
@@ -128,8 +128,8 @@ def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int |
 
 
 def read_reach(spec: Any) -> KvReach | str:
-    """Return the reach of a group's layers (which tokens' KV they keep); if vLLM's layer type is
-    not supported, the reason as a text."""
+    """Return the reach of a group's layers (which tokens' KV they keep); if the group is not
+    supported, the reason as a text."""
     reaches = {_layer_reach(one) for one in _layer_specs(spec)}
     if len(reaches) > 1:
         return f"layers of one group keep different types of KV ({type(spec).__name__})"

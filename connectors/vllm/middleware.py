@@ -1,4 +1,4 @@
-"""Middleware that carries clients' ids and hints to where the connector reads them.
+"""Middleware that copies clients' ids and hints to the request field that the connector reads.
 
     --middleware tiered_kv.connectors.vllm.middleware.JobMiddleware
 

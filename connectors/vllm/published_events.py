@@ -1,4 +1,5 @@
-"""Converts KV events to vLLM's classes, and reports when vLLM clears what it has published.
+"""Converts KV events to vLLM's classes, and reports when vLLM publishes that all blocks were
+cleared.
 
 vLLM publishes what ``take_events`` returns after its own events of the step, in the same batch, and
 numbers the batches of each data-parallel rank.

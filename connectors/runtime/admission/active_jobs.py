@@ -36,8 +36,8 @@ from tiered_kv.policies.distribution import Forecast
 from tiered_kv.policies.jobs.silence import ReturnRate, soon_chance
 
 LEAST_CHANCE, LEAST_SILENCE_S = 0.05, 30.0
-"""A job that has been silent for ``LEAST_SILENCE_S`` seconds, and needs its blocks soon with a
-probability below ``LEAST_CHANCE``, is presumed to have ended until it returns."""
+"""A job is presumed to have ended, until it returns, if it has been silent for ``LEAST_SILENCE_S``
+seconds and the chance that it needs its blocks soon is below ``LEAST_CHANCE``."""
 SILENT_TIMES = 8.0
 """A job without a gap forecast and without a pin is presumed to have ended after a silence of this
 many mean gaps (``TurnPace.gap_s``), but not before ``LEAST_SILENCE_S``."""
@@ -46,8 +46,8 @@ MOST_SILENT = 1024
 """Maximum number of dormant jobs kept per client, and maximum number of clients. The job that has
 been away longest, or the client that has been inactive longest, is forgotten first."""
 SILENT_OF_ALL = 8192
-"""Maximum number of dormant jobs, divided equally among the clients, because one client can invent
-any number of salts."""
+"""Maximum number of dormant jobs in total, divided equally among the clients, because one client
+can invent any number of salts."""
 
 
 @dataclass(slots=True)
@@ -109,8 +109,8 @@ class Scopes:
         return scope
 
     def add_silent(self, job: JobKey, member: ActiveJob) -> None:
-        """Store a dormant job. If the client then has more dormant jobs than its share of
-        ``SILENT_OF_ALL``, the jobs that have been away longest are dropped."""
+        """Store a dormant job. If the client then has more dormant jobs than ``MOST_SILENT`` or
+        than its share of ``SILENT_OF_ALL``, the jobs that have been away longest are dropped."""
         silent = self.of(job).silent
         silent[job] = member
         most = max(1, min(MOST_SILENT, SILENT_OF_ALL // len(self._by_salt)))
@@ -238,7 +238,8 @@ class ActiveJobs:
         return iter(self._members.items())
 
     def goes_on(self, job: JobKey) -> float:
-        """Return the chance that a job returns after a turn that was not declared the last."""
+        """Return the chance that a job returns after a turn that the client did not declare to be
+        the job's last."""
         return self._scopes.of(job).returns.share
 
     # -- job events ---------------------------------------------------------------------
@@ -255,7 +256,7 @@ class ActiveJobs:
 
     def on_arrived(self, job: JobKey, turn: Turn) -> None:
         """Record the arrival of a further turn of an active job. Raises KeyError if the job is not
-        active: call ``reactivate`` first."""
+        active; ``reactivate`` makes a dormant job active."""
         member, now = self._members[job], self._clock()
         if not member.running:
             self.pace.on_gap(now - member.since)
@@ -321,7 +322,7 @@ class ActiveJobs:
 
     def on_over(self, job: JobKey) -> bool:
         """Record that the job has no further turn, or is no longer expected. Returns True if the
-        job took space."""
+        job was active, and thus took space."""
         self._scopes.of(job).silent.pop(job, None)
         member = self._members.pop(job, None)
         if member is None:
@@ -395,7 +396,7 @@ class ActiveJobs:
 
     @property
     def entering(self) -> Collection[str]:
-        """Requests of new jobs that were admitted and have no blocks yet."""
+        """Ids of the requests of new jobs that were admitted and have no blocks yet."""
         return self._entering.keys()
 
     def peak(
@@ -416,8 +417,9 @@ class ActiveJobs:
         return peak - self._fair.of_others(salt, anywhere=anywhere)
 
     def most(self, more: JobDemand = NO_DEMAND) -> Blocks:
-        """Return upper bounds of :meth:`peak` with the demand ``more``, in VRAM and anywhere. They
-        are much cheaper to compute than the peak, and suffice while the jobs fit."""
+        """Return upper bounds of :meth:`peak` with the demand ``more``, both in VRAM and in VRAM
+        and CPU memory together. The bounds are much cheaper to compute than the peak, and suffice
+        while the jobs fit."""
         self._count()
         own = most_of(more)
         return Blocks(

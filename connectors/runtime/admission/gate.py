@@ -58,7 +58,7 @@ def may_wait(waited_s: float, longest_s: float, *, idle: bool) -> bool:
     or if it has already waited for ``longest_s``.
 
     Args:
-        longest_s: the limit, seconds.
+        longest_s: maximum wait of a turn, seconds.
         idle: True if no other turn has blocks or was admitted.
     """
     return not (idle or waited_s >= longest_s)
@@ -77,10 +77,10 @@ def is_settled(refused_s: float, *, changed: bool) -> bool:
 def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
     """True if a new job fits.
 
-    It fits if CPU memory or a lower tier has space for all blocks, because they can be restored
-    from there. It also fits if VRAM has space for the blocks needed at the same time, and VRAM or
-    CPU memory has space for all blocks. Without CPU memory, only the blocks needed at the same time
-    count.
+    It fits if CPU memory or a lower tier has space for the blocks of all jobs, because they can be
+    restored from there. It also fits if VRAM has space for the blocks needed at the same time, and
+    VRAM or CPU memory has space for the blocks of all jobs. Without CPU memory, only the blocks
+    needed at the same time count.
 
     Args:
         peak: projected peak of VRAM blocks of all jobs, including the new one.

@@ -30,8 +30,8 @@ MOST_HELD_IN_QUEUE = 8
 prefix of each such job in every step."""
 MOST_LET_IN = 64
 """Maximum number of jobs that one step admits because ``MOST_HELD_IN_QUEUE`` newer ones are held
-back. Beyond it, that step holds back no further jobs, because the engine stops at the first request
-that finds no blocks."""
+back. Beyond this number, that step holds back no further jobs, because the engine stops at the
+first request that finds no blocks."""
 TIGHT_TOKENS = 4096
 """Free space, in tokens, below which the order of preemption matters, because the prefills of one
 step may need that much. One block per running request is needed in addition."""
@@ -94,7 +94,8 @@ class JobQueue:
 
     def holds_in_queue(self, turn: Turn, step: int) -> bool:
         """True if the engine must ask again later whether to run a new job's turn. At most
-        ``MOST_HELD_IN_QUEUE`` new jobs stay in the engine's queue.
+        ``MOST_HELD_IN_QUEUE`` new jobs are held back in the engine's queue: beyond that, the job
+        that was held back longest is admitted.
 
         Args:
             step: number of the engine's step.

@@ -15,7 +15,7 @@ from tiered_kv.policies.distribution import Forecast
 
 LONGEST_S = 4 * 3600.0
 """Time of silence after which a job is no longer expected, seconds. Its gap is then closed as
-censored."""
+censored, because only a lower bound of its length is known."""
 MOST_CHILDREN = 256
 """Maximum number of children of a job that are tracked."""
 MOST_OPEN = 8192
@@ -73,9 +73,9 @@ class OpenGap:
         sketch: sketch of the context.
         save: order after which all pages are in CPU memory; None if they already are.
         since: when the turn ended, seconds on the scheduler's clock.
-        news_at: start of the times in the gap's last decision, seconds on the scheduler's clock:
-            when the gap started, the first child started, the last child ended, or a client revised
-            the gap.
+        news_at: moment from which the durations in the gap's last decision are counted, seconds on
+            the scheduler's clock: when the gap started, the first child started, the last child
+            ended, or a client revised the gap.
         learned: if a client revised the gap, the turn's end and the time from which the policy
             learns the gap's length, because a revision must not be learned as a shorter gap;
             otherwise None.

@@ -56,7 +56,8 @@ MOST_RECENT = 256
 
 
 class Kind(NamedTuple):
-    """A type of decision: the class of the gap, None without classes, and the tier."""
+    """A type of decision: the class of the gap (None if the policy has no classes), and the
+    tier."""
 
     gap_class: GapClass | None
     tier: Tier
@@ -92,8 +93,8 @@ class RecentDecisions:
 
 
 SPARE_ENTRIES = 64
-"""Number of stale heap entries that are tolerated beyond one per expected job. They would otherwise
-stay until they are due, and the time that a client names may be days ahead."""
+"""Number of stale heap entries that are tolerated beyond one per expected job. Without a limit,
+stale entries would stay until they are due, and a client may name a time that is days ahead."""
 
 
 class PrefetchQueue:
@@ -328,8 +329,8 @@ class KvPlacement:
 
 
 IDLE_AHEAD_S = 3600.0
-"""When the engine becomes idle, contexts that are due within this time are promoted immediately,
-seconds, because possibly no hook runs before they are due."""
+"""Promotion horizon of an engine that becomes idle, seconds: contexts that are due within this time
+are promoted immediately, because possibly no hook runs before they are due."""
 
 
 class Arrival(NamedTuple):
@@ -345,7 +346,7 @@ class Arrival(NamedTuple):
 
 
 class TurnEnds:
-    """Jobs, and the KV of each job between its turns.
+    """Manages the jobs, and where the KV of each job is kept between its turns.
 
     Attributes:
         jobs, responses: known jobs, by key and by their last responses.
@@ -435,8 +436,9 @@ class TurnEnds:
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved, superseded))
 
     def _supersede(self, job: Job, request: Request) -> int:
-        """Supersede the contexts that a job had left by the end of the turn that this prompt
-        extends. Returns the number of their pages.
+        """Supersede the contexts that a job had already left when the turn that this prompt extends
+        ended, so that pages of only these contexts are evicted first. Returns the number of these
+        pages.
 
         Both a compaction and a side request, such as one for a title, have a prompt that does not
         extend the conversation, but after a side request the client returns to the conversation.
@@ -490,7 +492,7 @@ class TurnEnds:
             self._pages.order.on_forecast_lost(turn.job.key)
 
     def adopt(self, end: TurnEnd, named: Request, pages: Sequence[PageKey]) -> None:
-        """Adopt a job that was restored or forked. It is now between turns.
+        """Adopt a job that was restored from a snapshot or forked. The job is now between turns.
 
         Args:
             end: the end of its last turn; ``end.job`` must not be None. The end is marked as
@@ -623,7 +625,7 @@ class TurnEnds:
     # -- between turns ---------------------------------------------------------------
 
     def apply_tool_calls(self) -> None:
-        """Decide again for the turns whose tool calls were read since the last call."""
+        """Revise the decisions for the turns whose tool calls were read since the last call."""
         for request_id, tool in self._tools.take():
             gap = self._placement.revise(request_id, tool)
             if gap is None or gap.end.job is None:

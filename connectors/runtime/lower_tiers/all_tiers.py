@@ -87,14 +87,16 @@ class Tiers(Mapping[StoreId, LowerTier]):
     # -- demotions ----------------------------------------------------------------
 
     def send_down(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
-        """Demote a turn's pages, once their save ``after`` has settled."""
+        """Demote a turn's pages, once their save ``after`` has settled; now if ``after`` is
+        None."""
         if after is not None:
             self._add(self._after_save[after], keys)
         else:
             self._demote(keys)
 
     def share(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
-        """Store pages for other engines, once their save ``after`` has settled.
+        """Store pages for other engines, once their save ``after`` has settled; now if ``after`` is
+        None.
 
         Args:
             keys: a prefix of the pages of a context.
@@ -150,7 +152,8 @@ class Tiers(Mapping[StoreId, LowerTier]):
     # -- promotions ---------------------------------------------------------------
 
     def by_tier(self, keys: Iterable[PageKey]) -> dict[StoreId, list[PageKey]]:
-        """Group pages by the fastest responding tier that has them, fastest first."""
+        """Group pages by the fastest responding tier that has them, fastest first. Pages that no
+        such tier has are left out."""
         split, left = dict[StoreId, list[PageKey]](), list(keys)
         for store, tier in self._tiers.items():
             if left and tier.answers and (found := tier.pages.index.present(left)):

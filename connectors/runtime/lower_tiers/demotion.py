@@ -187,7 +187,8 @@ class Doubt:
         return now < self._until
 
     def late(self, now: float) -> None:
-        """Record that a turn waited for the tier in vain. A single late reply raises no doubt."""
+        """Record that a turn waited for the tier without receiving its reply in time. A single late
+        reply raises no doubt."""
         if self._late_at is None:
             self._late_at = now
         elif now - self._late_at >= ONE_STALL_S:

@@ -151,7 +151,7 @@ class LowerTier:
         return bool(self._backlog)
 
     def take(self) -> TierOrders:
-        """Return the unsent orders."""
+        """Remove and return the unsent orders."""
         timed: list[DemoteOrder | PromoteOrder] = [*self._demotes, *self._promotes]
         return TierOrders(
             demotes=self._demotes.take(),
@@ -331,7 +331,8 @@ class LowerTier:
 
     def on_promoted(self, done: Settled[PromoteOrder]) -> None:
         """Count a promotion that has finished on every rank, and the pages that it failed to read.
-        Failed pages are dropped from every rank's store, and affect the trust in a shared tier."""
+        With several ranks, failed pages are dropped from every rank's store. The result affects the
+        trust in a tier to which other engines also write."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
         self._count(pages_promoted=good, bytes_promoted=nbytes, promotion_seconds=done.seconds)
@@ -373,8 +374,8 @@ class LowerTier:
             self.counters.add(self._events.get(event, event), amount)
 
     def _judge(self, done: Settled[PromoteOrder]) -> None:
-        """Doubt a tier to which other engines also write if it lacked most of the pages that it had
-        reported."""
+        """Stop querying a tier to which other engines also write for a while, if it lacked most of
+        the pages that it had reported. Otherwise trust the tier again."""
         if not self._asked or done.abandoned:
             return
         if 2 * len(done.failed) > len(done.keys):  # mostly useless
@@ -415,8 +416,8 @@ class LowerTier:
         self._reclaims.forget(keys)
 
     def _evict_superseded(self) -> None:
-        """Drop the superseded pages from every store: a store reclaims its emptiest segments
-        first."""
+        """Drop the superseded pages from every store, so that their segments are reclaimed soon: a
+        store reclaims its emptiest segments first."""
         if dead := self.pages.index.take_superseded():
             self._evicted(dead, self._facts.ranks)
             self._lost += dead

@@ -242,7 +242,8 @@ class ObservingWorker(WorkerHalf):
         """Measure this machine. KV is read for a few milliseconds, and not written.
 
         Raises:
-            ConfigError: the CPU tier would hold no page, or the codec does not exist.
+            ConfigError: the CPU tier would hold no page, or the codec does not exist or does not
+                work.
             UnsupportedError: the engine's KV cache consists of several allocations.
         """
         facts, config = self._facts, self._config

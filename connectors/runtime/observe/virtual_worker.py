@@ -47,7 +47,7 @@ class Line:
 
     Args:
         bandwidth: bytes per second.
-        latency_s: added to each transfer.
+        latency_s: time added to each transfer, seconds.
 
     Attributes:
         carried: bytes carried so far.

@@ -1,4 +1,5 @@
-"""Compression of CPU memory: when free slots are scarce, pages are compressed in place.
+"""Compression of CPU memory: when free slots are scarce, pages are compressed in place, in bundles
+of several pages.
 
 The pages that have been in CPU memory longest are compressed first. The only cost is decoding time,
 so pages are compressed before any page is evicted.
@@ -95,7 +96,7 @@ def worth_compressing(page_bytes: int, stored_bytes: int) -> bool:
 
     Args:
         page_bytes: size of a page.
-        stored_bytes: its encoded size.
+        stored_bytes: size of the encoded page.
     """
     return page_bytes >= LEAST_RATIO * stored_bytes
 

@@ -45,8 +45,8 @@ from .saves import Saves
 
 
 class Settlements:
-    """Settlements, which notify the workers of saves and promotions that every rank has completed,
-    until they are sent.
+    """Queue of settlements. A settlement notifies the workers of a save or promotion that every
+    rank has completed.
 
     Args:
         wanted: False if CPU memory ends with the engine; then nothing is collected.
@@ -179,7 +179,7 @@ class OrderDispatch:
             tier.on_handshake(there)
 
     def take(self) -> Orders:
-        """Return the orders not yet sent."""
+        """Remove and return the orders that have not been sent."""
         if self._pieces:
             self._advance_pieces()
         if not self._unsent:

@@ -388,7 +388,8 @@ class Promotions:
         return (fits and not state.room_seen) or self._of_others(turn) < state.behind
 
     def _hold(self, turn: Turn) -> None:
-        """Protect the pages promoted for a turn from eviction until it claims them."""
+        """Protect the pages promoted for a turn from eviction until the turn is admitted or
+        finishes."""
         held = turn.tiers.held
         arrived = filterfalse(held.__contains__, filter(self._index.readable, turn.tiers.keys))
         keys = [*arrived]

@@ -126,8 +126,8 @@ def state_tokens(request: Request, facts: EngineFacts) -> int | None:
 
 def last_boundary(request: Request, facts: EngineFacts) -> int:
     """Return the number of tokens up to which the engine finds the prompt if it is sent again; 0 if
-    it finds none. The number is ``hit_tokens`` less if a drafter's KV depends on the following
-    token."""
+    it finds no part of the prompt. The number is ``hit_tokens`` less if a drafter's KV depends on
+    the following token."""
     unit = facts.hit_tokens
     resent = (request.num_prompt_tokens - 1) // unit * unit
     return max(0, resent - unit) if facts.draft_tokens else resent

@@ -84,7 +84,7 @@ def needs_one_more(
         refused: True if the turn was refused in the previous step although enough blocks seemed to
             be free.
         released: number of pins just released for the turn.
-        stuck: True if nothing runs, and the context has windows or states.
+        stuck: True if nothing runs, and the model has sliding windows or recurrent states.
     """
     return refused and not released and (stuck or mode is RestoreMode.ASYNC)
 

@@ -377,8 +377,8 @@ class Captures:
         return (at, block) if at is not None and block is not None else None
 
     def _fetch(self, absent: Sequence[PageKey]) -> tuple[int, int]:
-        """Order the absent pages into CPU memory. Returns the number of pages copied from VRAM, and
-        the total number of pages ordered."""
+        """Order copies of the absent pages to CPU memory. Returns the number of pages copied from
+        VRAM, and the total number of pages ordered."""
         found = {key: self._in_vram(key) for key in absent}
         saved = self._save(
             {key: (one[0], one[1].block_id) for key, one in found.items() if one is not None}

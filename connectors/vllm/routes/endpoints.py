@@ -58,7 +58,8 @@ class TieredEndpoints:
         self._engines = EngineCalls(None)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, and the middleware unless the command line names it too."""
+        """Add the routes, the middleware for streamed reports and, unless the command line names it
+        too, the middleware for job hints."""
         register_url_convertor("tiered_kv_job", _JobId())
         for method, path, answer in (
             ("GET", "/tiered_kv/status", self._status),
