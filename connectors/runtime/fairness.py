@@ -91,7 +91,7 @@ class Fairness:
         self._requeued: dict[str, _Live] = {}  # preempted requests that wait again
         self._clients: dict[Client, _Share] = {}
         self._crowding = 0  # clients with several requests
-        self._changed = False  # since the requests over their share were determined
+        self._changed = False  # True if anything changed since the last ``over_share``
         self._idle_since: int | None = None
 
     # -- request events -------------------------------------------------------------------

@@ -187,7 +187,7 @@ class HintActions:
         self._errors = errors
         self._names = ContextNames(engine.facts, pages.names, deps.make_request)
         self._thread: ThreadPoolExecutor | None = None
-        self._named = 0  # token prefixes on the thread
+        self._named = 0  # token prefixes that the thread hashes or has queued
         self._left = PAGES_A_STEP
         self._acts: dict[Intent, Callable[[KvHint, _Found], HintResult | Carrying]] = {
             Intent.RETAIN: self._retain,
@@ -576,7 +576,8 @@ class HintActions:
                 pinned = pins.lease(key, blocks[:most], lease, started_at)
         else:
             wanted = pinned = pins.lease(key, (), lease, started_at)
-            # With windows or states, the blocks at the prompt's end are needed, and unknown now.
+            # With sliding windows or recurrent states, the blocks at the prompt's end are needed,
+            # and are unknown now.
             pages = () if self._facts.narrow else found.pages
             taken, wanted = 0, max(pinned, len(pages))
             for part in self._portions(pages):

@@ -151,7 +151,7 @@ class KvEvents:
         self._searches = deque[_Search](maxlen=MOST_SEARCHES)
         self._error: Exception | None = None
         shared = {store.tier: tier.spec.shared for store, tier in pages.tiers.items()}
-        # vllm-router counts every block with an owner as one of an external store.
+        # vllm-router counts every block with an owner as a block of an external store.
         places = {
             tier: Place(True, is_shared, None if self._narrowed else str(tier))
             for tier, is_shared in shared.items()

@@ -312,7 +312,7 @@ class SchedulerHalf:
     def refuse_restore(self, request_id: str) -> None:
         """Fail a restore that the engine expects, because ``on_allocated`` failed."""
         turn = self.turns.by_id.get(request_id)
-        self.pool.forget(self.pages.restores.refuse(request_id, turn))  # already hashed
+        self.pool.forget(self.pages.restores.refuse(request_id, turn))  # vLLM has hashed the blocks
         if turn is not None:
             turn.forget_pages()
             self.pages.restores.withdraw(turn)

@@ -135,8 +135,8 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     # with wrong KV. With recurrent states, a sync restore comes too late; with several groups, it
     # must not fail.
     plain = len(groups) == 1 and groups[0].reach.kind is KvKind.FULL
-    # Since 0.33, vLLM drops external hits that end within a block if it returns the experts of each
-    # token.
+    # Since 0.33, vLLM drops external hits that end within a block if it is configured to return the
+    # experts that each token used.
     returned = getattr(vllm_config, "aux_output_config", None)
     return EngineFacts(
         ranks=vllm_config.parallel_config.world_size,

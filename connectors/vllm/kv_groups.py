@@ -87,7 +87,7 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
         sections=tuple(sections),
         reach=reach,
         draft_tokens=0
-        if reach.kind is KvKind.STATE  # drafters have no states
+        if reach.kind is KvKind.STATE  # drafters have no recurrent states
         else _draft_tokens(vllm_config, kv_cache_config, index),
         arrangement=_arrangement(vllm_config, kv_cache_config),
     )
@@ -121,7 +121,7 @@ def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
 def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int | None:
     """Return the page size of a layer, bytes, if the space between its pages belongs to other
     layers; otherwise None."""
-    if hasattr(spec, "shapes"):  # a state, padded to the size of other groups' pages
+    if hasattr(spec, "shapes"):  # a recurrent state, padded to the size of other groups' pages
         return int(spec.real_page_size_bytes)
     packed = tensor.layer_stride < num_blocks * tensor.block_stride
     return int(spec.page_size_bytes) if packed and not only else None

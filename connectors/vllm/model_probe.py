@@ -577,7 +577,7 @@ def _transformers_model(folder: Path) -> Any | None:
                 with torch.device("meta"):
                     return auto.from_config(config)
             except Exception:
-                return None  # vLLM requires less of a configuration
+                return None  # vLLM may accept a configuration that transformers rejects
     return None
 
 

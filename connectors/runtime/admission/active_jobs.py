@@ -224,7 +224,7 @@ class ActiveJobs:
         self._starts = SharedStarts()
         self._changed: dict[JobKey | str, None] = {}  # changed since they were counted
         self._counted: dict[JobKey, JobDemand] = {}  # as last counted
-        self._uncounted: list[JobKey] = []  # what the full count under way has yet to count
+        self._uncounted: list[JobKey] = []  # jobs that the current full count has not reached
         self._counted_until = -math.inf
 
     def __len__(self) -> int:

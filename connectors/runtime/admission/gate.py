@@ -175,7 +175,7 @@ class Admission:
         turn.hold.was_dormant = back
         if job in self.jobs:
             self.jobs.on_arrived(job, turn)
-        else:  # a job that has started may wait for its child
+        else:  # a parent that has started may wait for this child
             parent = turn.job.parent if turn.job is not None else None
             turn.hold.new = parent is None or parent not in self.jobs
         return back
@@ -193,7 +193,7 @@ class Admission:
         self.jobs.on_turn_started(job)
         if turn.gap.kept and not turn.hold.was_dormant:  # space is not kept for dormant jobs
             found, whole = turn.found_tokens, turn.pages.shared_tokens
-            lost = whole - found if found + unit < whole else 0  # its last block may be missing
+            lost = whole - found if found + unit < whole else 0  # the last block may be missing
             pool = self._facts.pool_tokens
             self.overcommit.returned((whole - lost) / pool, lost / pool)
 

@@ -216,7 +216,7 @@ class KvPlacement:
         if gap is None:
             return None
         gap.unread = False
-        if gap.learned is not None:  # the client's news is later than the tool call
+        if gap.learned is not None:  # the client's revision is later than the tool call
             gap.learned = replace(gap.learned[0], tool=tool), gap.learned[1]
             return gap
         self._decide_again(gap, while_children_run(tool) if gap.children else tool)
@@ -602,7 +602,7 @@ class TurnEnds:
             return
         self._known.note(job)
         if not job.running and not turn.source.admitted:
-            self._pins.release(job.key, PinEnd.GIVEN_UP)  # the pin of its last turn
+            self._pins.release(job.key, PinEnd.GIVEN_UP)  # the pin of the job's previous turn
             self._pages.order.on_forecast_lost(job.key)
 
     def give_up(
@@ -706,7 +706,7 @@ class TurnEnds:
         the pages with other engines, because the job may return to one of them."""
         if gap.decision.tier is not Tier.DROP and not gap.end.aborted:
             self._pages.tiers.share(gap.pages, self._while_saving(gap.save))
-        gap.pages, gap.request_id = (), ""  # a client may have chosen a name of any length
+        gap.pages, gap.request_id = (), ""  # the id may be long, because a client may choose it
         self._tell(gap)
 
     def _gap_over(self, gap: OpenGap) -> None:
@@ -736,7 +736,7 @@ class TurnEnds:
 
     def _bring_back(self, until: float) -> None:
         for job, due, pages in self.prefetch.take(until):
-            late = due <= self._clock()  # others wait for this step
+            late = due <= self._clock()  # other requests wait for this step
             first = pages[:PAGES_A_STEP] if late else pages
             ordered = self._pages.promotions.promote_ahead(first, due)
             self._trace.brought_up(job, ordered)

@@ -189,7 +189,7 @@ class TurnTrace:
     def _write(self, story: _Story, gap: GapStory) -> None:
         assert self._writer is not None, "a story without a trace"
         begun, end = story.begun, story.gap.end
-        if story.gap.learned is not None:  # before its client revised it
+        if story.gap.learned is not None:  # the end before the client's revision
             end = story.gap.learned[0]
         moves = replace(
             begun.pages,
@@ -229,7 +229,7 @@ def held_s(turn: Turn, now: float) -> float:
     if not turn.hold.refused:
         return 0.0
     until = turn.hold.let_in_at
-    if until is None:  # another turn of its job came first, or all were admitted
+    if until is None:  # another turn of its job was admitted first, or all jobs were
         until = turn.source.admitted_at if turn.source.admitted else now
     return until - turn.arrived_at
 

@@ -120,7 +120,7 @@ class LowerTier:
         self._doubt = Doubt()
         kinds = [group.reach.kind for group in facts.groups]
         self._in_runs = spec.in_runs and kinds[store.group] is KvKind.FULL
-        # Without a full group nothing shows where a stored context ends.
+        # Without a full-attention group, nothing shows where a stored context ends.
         self._serves = not spec.shared or (lasting and KvKind.FULL in kinds)
         self._asked = spec.knowledge is Knowledge.ASKED
         self._events = _SHARED_EVENTS if spec.shared else {}
@@ -259,11 +259,11 @@ class LowerTier:
         mine = [*self.pages.index.unwritten(context)]  # a long context is mostly stored
         runs = runs_of(context) if self._in_runs and mine else {}
         if not self._backlog and self._order_down(mine, runs, room) < room:
-            return  # all of them were ordered
+            return  # all pages were ordered
         demoting, readable = self.pages.demoting, self._index.readable
         fresh = [*filterfalse(demoting.__contains__, filter(readable, mine))]
         left = max(0, self._most_waiting - len(self._backlog))
-        if self.spec.shared:  # own tiers get them before they are evicted
+        if self.spec.shared:  # own tiers receive the other pages before eviction
             self.counters.add("pages_not_shared", len(fresh[left:]))
         self._backlog.add(Waiting(fresh[:left], runs))
         self._feed()

@@ -85,7 +85,7 @@ class HitFinder:
     def __init__(self, facts: EngineFacts, tails: TailIndex) -> None:
         self._facts = facts
         self._tails = tails
-        # States first: there are few of them, so they are checked quickly.
+        # Recurrent states first: there are few of them, so they are checked quickly.
         self._order = sorted(
             range(len(facts.groups)), key=lambda at: facts.groups[at].reach.kind is not KvKind.STATE
         )
@@ -167,7 +167,7 @@ class HitFinder:
 
         def usable(tail: Tail, shared: int) -> bool:
             if self._facts.has_states and shared < len(tail.tokens):
-                return False  # a state covers all its tokens
+                return False  # a recurrent state covers all tokens of the tail
             tokens = at + shared - drafts
             found = self._at(query, tokens, tail.key)
             if tokens > query.start and isinstance(found, Found):

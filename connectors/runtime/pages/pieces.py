@@ -189,7 +189,7 @@ class RestorePieces:
         self._hashes = engine.facts.recovers_by_block
         self._left = PAGES_A_STEP  # pages that may still be ordered in this step
         self._under_way: dict[str, _Restore] = {}
-        self._copying: dict[OrderId, int] = {}  # slots of orders to VRAM
+        self._copying: dict[OrderId, int] = {}  # slots that each copy to VRAM releases
         self._slots = 0  # slots in use, including slots being copied
 
     def __len__(self) -> int:

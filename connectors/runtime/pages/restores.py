@@ -63,11 +63,11 @@ class Restores:
         self._counters = engine.counters
         self._pool = engine.pool
         self.unsent = Outbox[LoadOrder]()
-        self._pages = 0  # allocated or hashed in this step
+        self._pages = 0  # pages allocated or hashed in this step
         self.refused = Outbox[FailLoad]()
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
         self.holding: set[Turn] = set()
-        self._unlucky: set[Turn] = set()  # part of their restore failed; no new blocks since
+        self._unlucky: set[Turn] = set()  # their restore failed in part; they have no new blocks
 
     def begin_step(self) -> None:
         """Start a step. Restores ordered from now on belong to it."""

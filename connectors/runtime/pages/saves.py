@@ -178,7 +178,7 @@ class Saves:
         self.over = 0
         self.on_filled: Callable[[Turn, int, range], None] | None = None
         self._latest: OrderId | None = None
-        self._ends: dict[int, SaveOrder] = {}  # of the last pages of ended turns, by group
+        self._ends: dict[int, SaveOrder] = {}  # orders for the last pages of ended turns
         # Pages of finished turns that count as just used: now, or once the save has settled.
         self._used: deque[PageKey] = deque(maxlen=book.index.num_slots)
         self._used_by: dict[OrderId, deque[PageKey]] = {}
@@ -328,7 +328,7 @@ class Saves:
             for at, group in enumerate(groups)
             if group.reach.kind is KvKind.FULL
         )
-        worth_a_slot = end >= size or turn.job is not None  # a few stray tokens are not
+        worth_a_slot = end >= size or turn.job is not None  # a few tokens without a job are not
         if end > 0 and whole and worth_a_slot:
             self._add_boundary(turn, end, filled)
 

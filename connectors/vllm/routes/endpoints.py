@@ -116,7 +116,7 @@ class TieredEndpoints:
             limit = min(MOST_JOBS, page.limit - len(jobs))
             place = [after.engine, after.number]
             answers = await self._engines.ask({"ask": "jobs", "limit": limit, "after": place})
-            part = [job for said in answers for job in said["jobs"]]  # each up to the limit
+            part = [job for said in answers for job in said["jobs"]]  # each up to ``limit``
             part = sorted(part, key=_place)[:limit]
             jobs += part
             more = len(part) == limit
