@@ -67,7 +67,7 @@ class JobQueue:
         self._prefill_blocks = TIGHT_TOKENS // engine.facts.block_size
         self._clock = engine.clock
         self._held: dict[str, None] = {}  # in the engine's queue, longest held first
-        self._let_in, self._let_in_at = 0, -1  # jobs that one step admitted from ``_held``, and the step
+        self._let_in, self._let_in_at = 0, -1  # jobs admitted from ``_held`` in that step
         self._salts: set[str] = set()  # salts of parked requests, and perhaps others
         self._order_until = math.inf  # when the next waiting request becomes overdue
 

@@ -304,7 +304,7 @@ class SnapshotRoutes:
         """Return the result of the first engine, with the results of the other engines in
         ``others``."""
         question, patience = await _read(request, "restore", RESTORE)
-        question["salt"] = fresh_salt() if question.pop("exact") else None  # the same for all engines
+        question["salt"] = fresh_salt() if question.pop("exact") else None  # equal for all engines
         first, *others = await self.results(question, patience, of_all=True)
         return {**first, "others": others}
 
