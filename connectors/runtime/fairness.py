@@ -225,8 +225,8 @@ class Fairness:
             yield from _first_ready(one for one in by_arrival if self._priority(one) <= priority)
 
     def _is_stuck(self, step: int) -> bool:
-        """True if no request has run for ``IDLE_STEPS``, which shows that the overdue request waits
-        for something other than a seat or blocks."""
+        """True if no request has run for ``IDLE_STEPS`` steps, which shows that the overdue request
+        waits for something other than a seat or blocks."""
         if any(self._pool.tables[CONTEXT].values()):
             self._idle_since = None
             return False

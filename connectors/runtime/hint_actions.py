@@ -820,7 +820,7 @@ def _pin_key(found: _Found) -> JobKey:
 
 def _ttl(hint: KvHint, longest_s: float) -> tuple[float, bool]:
     """Return the duration of a hint in seconds, and True if it is shorter than the requested
-    duration."""
+    duration. Raises ``_Refused`` if the requested duration is not above 0."""
     asked_s = TTL_S if hint.ttl_s is None else hint.ttl_s
     if not asked_s > 0:
         raise _Refused(Outcome.REJECTED, "The duration must be above 0.")

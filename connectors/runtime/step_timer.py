@@ -20,7 +20,7 @@ class StepTimer:
         self._looked_at: float | None = None
 
     def look(self, now: float, steps: int) -> None:
-        """Record the time since the last call.
+        """Record the average step time since the last call.
 
         Args:
             steps: number of steps built since the last call; 0 if one of them was idle, so that the

@@ -82,8 +82,8 @@ class EndedGap:
 
     Attributes:
         context_tokens: length of that context.
-        shared_blocks: number of blocks of that context that the prompt also begins with; a lower
-            bound.
+        shared_blocks: number of blocks (of ``hash_tokens`` tokens) of that context that the prompt
+            also begins with; a lower bound.
         kept: True if some tier was still meant to keep the context.
         saved: True if the context was saved outside VRAM.
         superseded: number of pages of earlier contexts of the job that the prompt supersedes.
@@ -122,7 +122,7 @@ class Source:
 
 @dataclass(slots=True)
 class ObservedState:
-    """Tokens of the prompt that the connector would have kept from being recomputed, in addition to
+    """Tokens of the prompt that the connector would have saved from recomputation, in addition to
     tokens that the engine finds in VRAM by itself. Written by ``observe.observation``; all 0 unless
     in observe mode.
 

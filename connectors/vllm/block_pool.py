@@ -92,7 +92,7 @@ def watch_resets(
     manager: Any, blocks_of: Mapping[str, Sequence[Any]], told: Callable[[], None]
 ) -> None:
     """Call ``told`` before every reset of vLLM's KV cache manager. Used in observe mode, in which
-    no KV was saved. ``Resets`` describes the other arguments."""
+    no KV was saved. Takes the same arguments as ``Resets``, but does not use ``blocks_of``."""
     reset = manager.reset_prefix_cache
 
     def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:

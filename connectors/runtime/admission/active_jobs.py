@@ -120,7 +120,7 @@ class Scopes:
 
 class SharedStarts:
     """Jobs that begin with the same blocks, which are their *start*. Each block of a start is
-    counted for one of its jobs. Used on one thread."""
+    counted for only one of its jobs. Used on one thread."""
 
     def __init__(self) -> None:
         self._sizes: dict[bytes, int] = {}

@@ -73,7 +73,8 @@ class JobQueue:
 
     @property
     def held(self) -> Sequence[str]:
-        """Requests held back in the engine's own queue, longest first."""
+        """Ids of the requests held back in the engine's own queue; the request held back longest
+        comes first."""
         return tuple(self._held)
 
     def holds(self, request_id: str, *, behind: bool = False) -> bool:

@@ -38,7 +38,8 @@ class PrefixSketch:
         return cls(tuple(block_hashes[SKETCH_EVERY - 1 :: SKETCH_EVERY]))
 
     def common_blocks(self, other: PrefixSketch) -> int:
-        """Return the length of the common prefix in blocks, a multiple of ``SKETCH_EVERY``."""
+        """Return the length of the common prefix in blocks of ``hash_tokens`` tokens, a multiple of
+        ``SKETCH_EVERY``."""
         return SKETCH_EVERY * bisect_left(
             range(min(len(self.hashes), len(other.hashes))),
             True,

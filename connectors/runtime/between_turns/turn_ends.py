@@ -112,7 +112,8 @@ class PrefetchQueue:
         return len(self._keys)
 
     def expect(self, job: JobKey, due: float, keys: Sequence[PageKey]) -> None:
-        """Expect the job to return soon after ``due``. Replaces the time of an earlier call."""
+        """Expect the job to return soon after ``due``, with a context of the pages ``keys``.
+        Replaces an earlier call for the job."""
         self._keys[job] = (due, keys)
         heapq.heappush(self._heap, (due, job))
         if len(self._heap) > 2 * len(self._keys) + SPARE_ENTRIES:
@@ -685,8 +686,8 @@ class TurnEnds:
         return gap
 
     def end_job(self, job: Job) -> None:
-        """Finish a job between turns, as if its client had declared its last turn to be the last
-        one."""
+        """Finish a job between turns, as if its client had declared in the latest turn that no
+        further turn follows."""
         self.give_up(job.key, StoryEnd.OVER)
         self._known.forget(job.key)
         self._lineage.forget(job.key)
@@ -728,8 +729,8 @@ class TurnEnds:
         self._policy_state.save_if_due(self._clock())
 
     def on_idle(self) -> None:
-        """Order promotions in advance, because no request is left, and possibly no hook runs for a
-        long time."""
+        """Apply the tool calls that were read, and order promotions in advance, because no request
+        is left and possibly no hook runs for a long time."""
         self.apply_tool_calls()
         if self.prefetch:
             self._bring_back(until=self._clock() + IDLE_AHEAD_S)

@@ -119,8 +119,8 @@ class Tiers(Mapping[StoreId, LowerTier]):
             waiting.pages += len(keys)
 
     def save_over(self, order_id: OrderId) -> None:
-        """Demote pages that waited for a save which has settled or was dropped, if they are in CPU
-        memory. Other pages are demoted once slots run short."""
+        """Demote, or store for other engines, the pages that waited for a save that has settled or
+        was dropped, if they are in CPU memory."""
         for down in self._after_save.pop(order_id, _NO_CONTEXTS).each:
             self._demote(down)
         for shared in self._share_after.pop(order_id, _NO_CONTEXTS).each:

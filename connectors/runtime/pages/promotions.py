@@ -279,7 +279,8 @@ class Promotions:
         return end
 
     def _ends_in_vram(self, turn: Turn, tokens: int) -> bool:
-        """Return True if VRAM contains the pages of groups that keep only a part of the context."""
+        """Return True if VRAM contains the pages that a context of ``tokens`` tokens needs in
+        groups that keep only a part of the context."""
         hashes = turn.request.block_hashes
         return all(
             (block + 1) * turn.pages.strides[at] <= len(hashes)

@@ -109,11 +109,11 @@ class Restores:
     def retries(self, turn: Turn) -> bool:
         """Return True once if the engine retries a turn whose async restore failed entirely.
 
-        vLLM has freed the turn's blocks, but still keeps the turn ahead of requests that hold
-        blocks, which are not scheduled if the pool has no space for the turn. If vLLM is asked to
-        retry later, it queues the turn with the others. A second restore would need twice the
-        space, because vLLM keeps reserving the blocks that the first restore lacked. So the turn is
-        prefilled.
+        vLLM has freed the turn's blocks, but still places the turn before requests that hold
+        blocks. Those requests are not scheduled while the pool has no space for the turn. If vLLM
+        is asked to retry later, it queues the turn with the other waiting requests. A second
+        restore would need twice the space, because vLLM keeps reserving the blocks that the first
+        restore lacked. So the turn is prefilled.
         """
         restore = turn.restore
         if not restore.promised:
@@ -137,7 +137,7 @@ class Restores:
 
         An async restore must wait for turns whose own restore failed. vLLM reserves all blocks that
         these turns lack, and lets no other async restore use them. These turns may also be behind
-        this one in vLLM's queue, which vLLM stops scanning once blocks are short.
+        ``turn`` in vLLM's queue, which vLLM stops scanning once blocks are short.
         """
         hit = turn.restore.hit
         if hit is None:

@@ -262,7 +262,7 @@ class Saves:
 
     def on_ended(self, turn: Turn) -> None:
         """Save the last blocks of a finished turn, and the pages at its end that fill no whole
-        block."""
+        block. Record the pages of its context, and the last save, in ``turn.save``."""
         if not turn.has_kv or not turn.pages.fingerprints:
             return
         self._unwatch(turn)
@@ -287,8 +287,8 @@ class Saves:
         """Count the pages of a context as just used. Pages at its end count as less recently used,
         because a prefix without the end is a hit, but an end without the prefix is not.
 
-        At most one page per slot is remembered, the latest pages first, because any number of turns
-        may end while a copy hangs.
+        At most as many pages as CPU memory has slots are remembered, and the oldest are dropped
+        first, because any number of turns may end while a copy hangs.
 
         Args:
             save: order after which all pages are in CPU memory; None if they already are.

@@ -365,8 +365,8 @@ class Snapshots:
     # -- engine events --------------------------------------------------------------------
 
     def on_ended(self, turn: Turn) -> None:
-        """Store the context of a finished turn if its job continues; otherwise delete the job's
-        stored context."""
+        """Store the context of a finished turn if its job continues and token ids identify its
+        pages; otherwise delete the job's stored context."""
         job = turn.job
         if job is None:
             return

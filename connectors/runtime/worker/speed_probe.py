@@ -126,8 +126,8 @@ class PrefillWork:
 
 
 def prefill_work(model_config: Any) -> PrefillWork | None:
-    """Return the cost of prefills, from the model's shape; None if the model's configuration lacks
-    the usual field names."""
+    """Return the number of operations that a prefill takes, from the model's shape; None if the
+    model's configuration lacks the usual field names."""
     shape = model_config.hf_text_config
     try:
         layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)

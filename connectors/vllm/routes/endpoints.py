@@ -36,7 +36,8 @@ MIDDLEWARE = f"{JobMiddleware.__module__}.{JobMiddleware.__qualname__}"
 
 
 class _JobId(Convertor[str]):
-    """The rest of a path as a job id, including slashes and line breaks."""
+    """URL convertor that matches the rest of a path, including slashes and line breaks, as a job
+    id."""
 
     regex = r"[\s\S]*"
 

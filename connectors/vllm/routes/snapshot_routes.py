@@ -62,12 +62,14 @@ def _name_of_snapshot(value: object) -> str:
 
 
 def _job_id(value: object) -> str:
-    """Check the id of an existing job, which may contain any characters."""
+    """Return the id of an existing job, which may contain any characters. Raises ValueError if it
+    is empty, too long or not a string."""
     return text(value, 1, MAX_JOB_ID_CHARS)
 
 
 def _new_job_id(value: object) -> str:
-    """Check the id of a job to be created, which a client's turns must be able to name."""
+    """Return the id of a job to be created. Raises ValueError for an id that a client's turns
+    cannot name."""
     job = _job_id(value)
     if job.startswith(INFERRED_PREFIX):
         raise ValueError

@@ -120,7 +120,7 @@ def listen(client: Any) -> None:
 
 
 class ReportMiddleware:
-    """ASGI middleware that adds the report to the last event of a streamed answer.
+    """ASGI middleware that adds the connector's report to the last event of a streamed answer.
 
     Args:
         app: next application.
