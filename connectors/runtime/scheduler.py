@@ -169,7 +169,7 @@ class SchedulerHalf:
     # -- a turn arrives -----------------------------------------------------------
 
     def on_arrived(self, request: Request, hints: TurnHints) -> None:
-        """Register a request that has arrived."""
+        """Register a request that has arrived, and carry out its KV hints."""
         if self.observation is not None:
             self.pages.dispatch.on_idle()  # no step was built while the engine was idle
         arrived_at, job = self._clock(), None

@@ -181,7 +181,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
     # -- contents ---------------------------------------------------------------------
 
     def totals(self) -> dict[TierId, TierTotals]:
-        """Pages of each tier, fastest first."""
+        """Return the number and the size of the pages of each tier, fastest tier first."""
         found: dict[TierId, TierTotals] = {}
         for store, tier in self._tiers.items():
             before = found.get(store.tier, TierTotals(0, 0, None, 0, 0))

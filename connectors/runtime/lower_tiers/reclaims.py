@@ -63,7 +63,8 @@ class _Verdict:
 
 
 class Reclaims:
-    """Decides which pages survive, and keeps the unsent replies of one tier.
+    """Decides which pages of a tier survive the deletion of their segment, and keeps the unsent
+    replies to the tier's stores.
 
     Args:
         pages: the tier's index.

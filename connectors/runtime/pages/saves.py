@@ -208,7 +208,8 @@ class Saves:
         turn.save.suspended = False
 
     def start_over(self, turn: Turn) -> None:
-        """Check all of the turn's blocks for pages to save again, from the first block on."""
+        """Restart the turn's saves: all of its blocks are checked again for pages to save, from the
+        first block on."""
         turn.save.cursors = [0] * len(self._facts.groups)
         turn.save.boundaries = prompt_boundaries(turn.request, self._facts)
 

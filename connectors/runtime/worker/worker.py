@@ -214,7 +214,8 @@ class WorkerHalf:
             backend.close()
 
     def handshake(self) -> Handshake:
-        """Return the speeds of this rank, and the pages that its stores already contain."""
+        """Return this rank's speeds, number of slots and page sizes, and the pages that its stores
+        and its CPU memory already contain."""
         return Handshake(
             self._speeds,
             slots=self._slots(),

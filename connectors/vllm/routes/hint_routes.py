@@ -100,7 +100,8 @@ class HintRoutes:
 
 
 def _number(query: dict[str, str]) -> Cursor | None:
-    """Return the engine and the number of a job from a query; None if the query names no job."""
+    """Return the engine and the number of a job from a query; None if the query has no number.
+    Raises Refusal if the number is invalid, or if the query has another parameter."""
     given = query.pop("number", None)
     read_nothing(query)
     if given is None:
