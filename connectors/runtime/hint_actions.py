@@ -91,7 +91,8 @@ _Item = TypeVar("_Item")
 
 
 class _Refused(Exception):
-    """The hint cannot be carried out. Raised to end it with an outcome and a reason."""
+    """The hint cannot be carried out. The methods that find pages or carry out an intent raise this
+    exception to end the hint with an outcome and a reason."""
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
@@ -398,7 +399,8 @@ class HintActions:
         self, tokens: Sequence[int], salt: str | None
     ) -> Generator[bool, None, Sequence[PageKey]]:
         """Return the pages of the whole blocks of a token prefix, with the keys that they have for
-        the base model."""
+        the base model. Raises ``_Refused`` if the prefix is too long, or if too many prefixes are
+        being hashed."""
         tokens = tokens[: len(tokens) // self._facts.block_size * self._facts.block_size]
         if not tokens or not self._index.num_slots:
             return ()

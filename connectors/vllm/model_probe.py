@@ -417,7 +417,8 @@ def _refuse_unread(fields: Mapping[str, Any], built: Built) -> None:
 
 def _group(built: Built, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
     """Return the types of layers, the groups that share blocks, and the size of a block on one
-    rank, bytes."""
+    rank, bytes. Raises UnknownModel if the model has no KV, or KV that tiered-kv does not
+    support."""
     from vllm.v1.attention.backends.utils import (
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,

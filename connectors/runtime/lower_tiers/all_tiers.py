@@ -174,7 +174,8 @@ class Tiers(Mapping[StoreId, LowerTier]):
         return Somewhere(self._book.index.readable, indices, on_its_way)
 
     def give_up(self, orders: Iterable[OrderId]) -> None:
-        """Record that no turn waits for these orders any longer."""
+        """Record that no turn waits for these orders any longer. Raises KeyError unless all of them
+        are in flight."""
         for order in orders:
             self._tiers[self._book.store_of(order)].order_given_up(order)
 

@@ -205,7 +205,7 @@ class RestorePieces:
         """Restore a turn's pages.
 
         Args:
-            runs: runs of the pages in the order of the context, group by group.
+            runs: runs of the pages in the order of the context, group by group; at least one.
             tokens: number of tokens that the pages add to the prefix in VRAM.
             until: deadline for all pages, seconds. Missing pages are then prefilled. None if all
                 pages are in CPU memory.

@@ -262,7 +262,9 @@ class Captures:
         """Copy the pages that CPU memory lacks from their blocks, and hold all pages.
 
         Pages that another save or the compression is moving are awaited. If the move fails, these
-        pages are copied too. Each round of copies must get further than the previous one.
+        pages are copied too. Each round of copies must get further than the previous one. Raises
+        SnapshotError if the pages do not fit, the blocks were released or the copies make no
+        progress.
         """
         pages = captured.pages
         if not blocks:
@@ -320,7 +322,8 @@ class Captures:
         """Bring the pages into CPU memory, and hold them there.
 
         If pages are evicted or fail to arrive in the meantime, a shorter prefix is captured. Each
-        round of orders must get further than the previous one.
+        round of orders must get further than the previous one. Raises SnapshotError if no page is
+        left, the pages do not fit or the copies make no progress.
         """
         context = captured.context
         tokens, least = context.kv_tokens, (math.inf, math.inf)

@@ -298,7 +298,8 @@ class Snapshots:
         snapshot's files.
 
         Pages that a save is moving are awaited. If the save fails, these pages are read from the
-        files too. Each round of reads must get further than the previous one.
+        files too. Each round of reads must get further than the previous one. Raises SnapshotError
+        if pages cannot be read, do not fit or do not stay in CPU memory.
         """
         by_key, least = {page.key: page for page in pages}, len(pages) + 1
         while missing := held.hold(by_key):

@@ -266,8 +266,9 @@ def codecs_of(facts: EngineFacts, codec: str) -> dict[int, Codec]:
 
 
 def _codec(name: str, page_format: PageFormat, threads: int) -> Codec | None:
-    """Return the codec for a group's pages in CPU memory; None if the pages are not worth
-    compressing."""
+    """Return the codec for a group's pages in CPU memory; None if the codec does not support the
+    pages, or if the pages are not worth compressing. Raises ConfigError if the codec does not exist
+    or does not work."""
     try:
         codec = parse("centred" if name == "auto" else name)(page_format)
     except ValueError:  # the codec does not support such pages

@@ -292,7 +292,8 @@ class SnapshotRoutes:
     async def _on_job(
         self, ask: str, fields: Mapping[str, Field], request: Request
     ) -> dict[str, Any]:
-        """Return the result of the only engine that has the job."""
+        """Return the result of the only engine that has the job. Raises Refusal if several jobs
+        have the id."""
         question, patience = await _read(request, ask, fields)
         jobs = await self._ask({"ask": "job", "id": question["job"]})
         if sum(len(said["jobs"]) for said in jobs) > 1:
