@@ -18,7 +18,7 @@ from tiered_kv.messages import Proposal
 from tiered_kv.tiers import TierSpec
 
 Pages = Sequence[tuple[PageKey, Bytes]]
-"""Keys of pages, and their bytes or the buffers for them."""
+"""Page keys, each with the page's bytes or with the buffer into which the page is read."""
 
 
 class PageStore(ABC):
@@ -58,8 +58,8 @@ class PageStore(ABC):
         """
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
-        """Store pages that are already encoded. The default implementation decodes the pages, and
-        calls ``put``."""
+        """Store pages that are already encoded. Returns the indices of the pages that are not
+        stored, as ``put`` does. The default implementation decodes the pages, and calls ``put``."""
         decoded = [(key, coded.decoded()) for key, coded in pages]
         return put_present(
             self.put, [None if page is None else (key, page) for key, page in decoded]
@@ -118,7 +118,8 @@ class PageStore(ABC):
     # -- stores whose pages the scheduler half knows ------------------------------
 
     def keys(self) -> Sequence[PageKey]:
-        """Every page, oldest first; empty for stores that the scheduler half queries by lookup."""
+        """Keys of all pages, oldest first; empty for stores that the scheduler half queries by
+        lookup."""
         return ()
 
     @property
@@ -144,8 +145,9 @@ class PageStore(ABC):
         return None
 
     def place(self, keys: Sequence[PageKey], runs: Sequence[PageKey]) -> None:
-        """Receive runs of pages, before the pages are looked up or put. A store that spreads pages
-        over several servers keeps the pages of one run together.
+        """Record the run of each page, before the pages are looked up or put. A run is a sequence
+        of consecutive pages of one context. A store that spreads pages over several servers keeps
+        the pages of one run together.
 
         Args:
             runs: for each key, the first page of its run.
@@ -216,7 +218,7 @@ class StoreSite:
 
 
 class StoreTier(Protocol):
-    """A configured tier. It is created in both halves, without I/O.
+    """A configured tier. It is created in the scheduler half and in each worker, without I/O.
 
     The constructor takes the operator's ``TierConfig``.
     """

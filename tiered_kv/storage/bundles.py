@@ -166,8 +166,8 @@ class Bundles:
         self._in_slot.update(dict.fromkeys(bundle.slots, bundle))
 
     def encode_like(self, preferred: Callable[[], Codec | None]) -> None:
-        """Encode with the codec of another store. ``preferred`` returns it, or None while it is
-        unknown."""
+        """Encode with the codec of another store. ``preferred`` returns that codec, or None while
+        the codec is unknown."""
         self._preferred = preferred
 
     def _encoded(

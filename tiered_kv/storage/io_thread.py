@@ -1,4 +1,4 @@
-"""The I/O thread: carries out a tier's store orders independently, when they are due.
+"""The I/O thread: carries out a tier's store orders in the background, when they are due.
 
 The thread owns its store from the start. Orders wait in a heap until they are due. Among orders
 that are due, lookups go first, then promotions, because requests wait for them. A demotion is
@@ -51,7 +51,8 @@ LEAST_BYTES = 8 << 20
 size."""
 
 ColdSource: TypeAlias = Callable[[PageKey, int], CodedPage | None]
-"""Returns a compressed page by its key and place; None if the page is missing or damaged."""
+"""Returns a compressed page by its key and its place in a bundle; None if the page is missing or
+damaged."""
 
 GROUP_BYTES = 128 << 20
 """Size of a group of demoted pages that are made durable together, bytes. A group is large enough
@@ -72,8 +73,8 @@ Task = Callable[[], None]
 
 @dataclass(slots=True)
 class _Flight:
-    """An order in progress. The pages before index ``done`` were moved, which took ``seconds``, or
-    are in ``failed``."""
+    """An order in progress. The pages before index ``done`` were moved or are in ``failed``. The
+    store calls so far took ``seconds`` seconds."""
 
     order: DemoteOrder | PromoteOrder
     epoch: int
@@ -89,7 +90,8 @@ class IoThread:
         store: the store; closed with the thread.
         slots: the CPU pool's slots, uint8 ``[num_slots, page_bytes]``.
         clock: monotonic time, seconds.
-        cold: returns a compressed page by its key and place; None if it is missing or damaged.
+        cold: returns a compressed page by its key and its place in a bundle; None if the page is
+            missing or damaged.
     """
 
     def __init__(
@@ -240,7 +242,7 @@ class IoThread:
         return self._proposal
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until all due work is done. Returns False on timeout."""
+        """Wait up to ``timeout`` seconds until all due work is done. Returns False on timeout."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout)
 
@@ -261,7 +263,8 @@ class IoThread:
             discard: True to clear the store first, because no engine will look for its pages again.
 
         Returns:
-            Number of the last pages that are durable.
+            Number of the last pages that are durable; 0 if the thread was already closed, or if the
+            store hangs.
         """
         deadline = self._clock() + budget_s
         with self._changed:
@@ -405,8 +408,8 @@ class IoThread:
             self._proposal = self.store.proposal()
 
     def _tries_again(self) -> bool:
-        """Return True if a group is offered again after a pause, because the store accepted none of
-        its pages."""
+        """Decide whether a group is offered again to a store that accepted none of its pages. If
+        so, schedules the pause before the next attempt."""
         retry_s, now = self.store.retry_s, time.monotonic()
         if retry_s is None or not self._patience.lasts(now):
             return False

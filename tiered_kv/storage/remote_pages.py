@@ -114,7 +114,7 @@ class CodecTables:
     Args:
         store: the store that has the tables.
         fingerprint: fingerprint of the pages.
-        make: creates a codec.
+        make: creates a codec from its id and table.
     """
 
     def __init__(
@@ -142,8 +142,9 @@ class CodecTables:
         return self._codecs.get((codec_id, table))
 
     def publish(self, codec: Codec, deadline: float) -> bytes | Outcome:
-        """Put the codec's table. Returns its name or, on failure, the outcome. If it fails, the
-        codec's pages must not be put, because no reader could decode them."""
+        """Make sure that the store has the codec's table. Returns the table's name or, on failure,
+        the outcome. After a failure, the codec's pages must not be put, because no reader could
+        decode them."""
         name = table_name(codec.codec_id, codec.table)
         self._keep(codec.codec_id, name, codec)
         if name == NO_TABLE:
@@ -174,7 +175,7 @@ class CodecTables:
                 if good:
                     self._keep(codec_id, table, self._made(codec_id, found))
                     return True
-        # Writers put it again periodically.
+        # Writers put the table again periodically.
         until = time.monotonic() + MISSING_S
         _remember(self._missing, (codec_id, table), until, MOST_MISSING)
         return good
@@ -198,8 +199,8 @@ PAGE_PREFIX = b"tkv:p:"
 CALL_S = 2.0
 """Maximum time of a read or write of many pages, seconds."""
 RETRY_S = 1.0
-"""Pause between an unanswered write and the next, seconds. After the pause, a server that counts as
-down is tried again. During it, reads can run."""
+"""Pause between an unanswered write and the next write, seconds. Reads can run during the pause.
+After the pause, a server that counts as down is tried again."""
 SHARE_OF_LINK = 0.25
 """Fraction of time used for writes for which no request waits. The remaining time is left to
 restores."""

@@ -87,7 +87,7 @@ class FileLayer(Protocol):
 
 
 class RealFiles:
-    """The operating system itself."""
+    """The file layer of the operating system."""
 
     def make_folders(self, folder: Path) -> None:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -134,7 +134,7 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """Fields of a record header, without those that repeat fields of its segment."""
+    """Fields of a record header, except the fields that repeat fields of its segment."""
 
     key: PageKey
     ordinal: int
@@ -190,8 +190,8 @@ def record_bytes(key_bytes: int, stored_bytes: int) -> int:
 
 
 def footer_bytes(count: int, key_bytes: int) -> int:
-    """Return the length of a footer of ``count`` entries with ``key_bytes`` bytes of keys,
-    bytes."""
+    """Return the length in bytes of a footer that has ``count`` entries and ``key_bytes`` bytes of
+    keys."""
     return aligned(count * ENTRY.itemsize + key_bytes + TRAILER_BYTES)
 
 

@@ -1,7 +1,7 @@
 """Bytes of the headers and footers of segments, and of the headers of records.
 
-``format`` has the tables, the values and the lengths. Parsing is total: any bytes either give a
-value or raise ``FormatError``.
+``format`` defines the layouts, the values and the lengths. Parsing accepts any bytes: a function
+either returns a value or raises ``FormatError``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Contents of a segment, from its footer or, without one, from its records.
 
-Takes no lock and writes nothing, so it works on a segment in use. Such a file may grow, shrink or
-vanish between two reads, which is reported as damage.
+Loading takes no lock and writes nothing, so it works on a segment in use. Such a file may grow,
+shrink or vanish between two reads, which is reported as damage.
 """
 
 from __future__ import annotations

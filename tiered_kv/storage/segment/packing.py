@@ -46,7 +46,8 @@ class PackedRecord:
         start: offset of the record in the buffer, a multiple of a block.
         nbytes: length of the record on disk, and in the buffer unless the record is in two pieces.
         digest: digest of plane and frame.
-        page: the page, if the buffer holds only the header, as one block; otherwise None.
+        page: the raw page, if the buffer contains only the record's header, in one block; None if
+            the buffer contains the whole record.
     """
 
     index: int

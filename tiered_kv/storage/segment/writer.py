@@ -45,7 +45,8 @@ class _Flight:
 
 
 class SegmentWriter:
-    """The growing end of a segment. Owned by one thread; ``threads`` write to the disk.
+    """Appends records to a segment. One thread calls the methods; the threads that are passed to
+    ``append`` write to the disk.
 
     Args:
         fd: descriptor of a new segment of ``size`` zeros.
@@ -95,7 +96,8 @@ class SegmentWriter:
         write_content(self._files, self._fd, pack_segment_header(self._header), 0, self._buffers)
 
     def fitting(self, records: Sequence[PackedRecord]) -> int:
-        """Count the leading records that fit together with the footer."""
+        """Return the number of leading records that fit into the segment together with its
+        footer."""
         end, keys = self.end, self._key_bytes
         for i, record in enumerate(records):
             end += record.nbytes

@@ -8,8 +8,8 @@ space is short, the folders of processes that are long gone are deleted, then th
 packs.
 
 A full disk accepts no writes, not even a record of a deletion. So packs are deleted before the
-deletion is recorded. In between, a reader finds the pack missing, which is a miss. So does a
-process that opens the folder of a process that was killed at that point.
+deletion is recorded. In between, a reader finds the pack missing, which is a miss. If the process
+is killed at that point, the next process that takes over the folder also finds the pack missing.
 
 The module also reads the contents of a writer's folder from its index.
 """
@@ -111,7 +111,8 @@ class FolderReader:
         self._read_to = 0
 
     def refresh(self) -> None:
-        """Read the entries that were added to the index since the last call.
+        """Read the entries that were added to the index since the last call. If the index was
+        rewritten, reads it from the start. If the index no longer exists, forgets all values.
 
         Raises:
             OSError: the index exists but cannot be read.
@@ -143,7 +144,7 @@ class FolderReader:
 
 
 class OpenPacks:
-    """Packs, each opened once.
+    """Packs, which are opened at their first use and stay open until ``close``.
 
     Args:
         flags: flags with which packs are opened, as for ``os.open``.
@@ -274,7 +275,8 @@ class OwnFolder:
         return outcomes
 
     def delete(self, names: Sequence[bytes]) -> None:
-        """Delete the values with these names.
+        """Delete the values with these names. On a full disk, which accepts no record of the
+        deletion, deletes the packs that contain these values.
 
         Raises:
             OSError: any of the values may still be readable.
@@ -410,7 +412,8 @@ class OwnFolder:
         return freed
 
     def show_life(self) -> None:
-        """Show other hosts, once in a while, that this process still uses the folder.
+        """Show other hosts, at most every ``SIGN_OF_LIFE_S`` seconds, that this process still uses
+        the folder.
 
         Raises:
             OSError: the lock file cannot be updated.
@@ -469,7 +472,7 @@ class OwnFolder:
 
 
 def folders_in(root: Path) -> list[Path]:
-    """Return the writers' folders under a root.
+    """Return the folders under a root, except links. Some of them may not be writers' folders.
 
     Raises:
         OSError: the root cannot be read.

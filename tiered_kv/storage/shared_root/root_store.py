@@ -30,7 +30,7 @@ REFRESH_S = 0.5
 NOT_WRITABLE = (*FULL, errno.EROFS, errno.EACCES)
 """Errors of a write that do not affect reads, which continue."""
 AHEAD = 8
-"""Number of values that the operating system is advised to read in advance."""
+"""Minimum number of values that the operating system is advised to read in advance."""
 
 
 class SharedRoot:
@@ -128,7 +128,8 @@ class SharedRoot:
         return outcomes
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
-        """Delete values that this process has put, and forget values of other processes."""
+        """Delete values that this process has put, and forget values of other processes. Returns
+        False if values of this process may still exist."""
         for reader in self._others.values():
             for key in keys:
                 reader.contents.places.pop(key.name, None)

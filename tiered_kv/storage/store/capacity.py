@@ -213,8 +213,8 @@ class Capacity:
 
 
 def _wanted(usage: Usage, segment: int) -> int:
-    """Return the space that must be free for another segment, bytes. Survivors need space as
-    well."""
+    """Return the space that must be free before another segment is created, bytes. A store that
+    already has segments also needs space for survivors."""
     return 2 * segment if usage.own else segment
 
 

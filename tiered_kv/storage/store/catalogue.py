@@ -66,7 +66,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A live page."""
+    """A live page: the segment that contains it, and its location there."""
 
     segment: Segment
     place: FooterEntry
@@ -126,7 +126,8 @@ class Catalogue:
     # -- segments -----------------------------------------------------------------
 
     def add(self, segment: Segment) -> None:
-        """Add a segment that is newer than all others. It stays open unless too many are open."""
+        """Add a segment that is newer than all others. Its file stays open unless too many files
+        are open."""
         self.segments[segment.number] = segment
         if segment.writer is None and len(self.segments) > OPEN_FILES:
             self.close(segment)

@@ -58,7 +58,8 @@ class SegmentFiles:
 
 
 def store_folders(root: Path) -> StoreFolders:
-    """Find the store folders under a root; empty if the root is missing or unreadable."""
+    """Find the store folders under a root. The result has no folders if the root is missing or
+    unreadable."""
     found = StoreFolders()
     for fingerprint in _folders(root, FINGERPRINT_NAME, found.odd):
         for folder in _folders(fingerprint, PLACE_NAME, found.odd):
@@ -114,8 +115,8 @@ def _plain_file(path: Path, odd: dict[Path, str]) -> os.stat_result | None:
 
 
 def begins_like_segment(path: Path) -> bool:
-    """True if a file starts like a segment, or was created by a process that died before
-    writing."""
+    """True if a file starts like a segment, or was created by a process that died before writing.
+    False if the file cannot be read."""
     try:
         with opened(path) as fd:
             start = os.pread(fd, BLOCK, 0)

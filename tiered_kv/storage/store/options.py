@@ -142,6 +142,7 @@ class StoreContext:
     Attributes:
         direct: True if files are read and written with direct I/O.
         stats: totals, counted on the store's thread by the part that does the work.
+        full: limits how often a full disk is logged.
     """
 
     options: StoreOptions

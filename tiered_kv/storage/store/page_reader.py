@@ -151,7 +151,8 @@ class PageReader:
         bad: list[_Bad] = []
 
         def work() -> None:
-            """Read one run after another, while other threads prepare the next runs."""
+            """Take runs from ``source``, which all workers share, and read them until no run is
+            left."""
             try:
                 while True:
                     with mutex:

@@ -137,7 +137,8 @@ class PageWriter:
                 )
                 records = records[1:]
             elif count == 0:
-                # It is sealed once its pending writes are done, so that the disk does not idle.
+                # The segment is sealed once its pending writes are done, so that the disk does
+                # not idle.
                 if not self._commit_full(stored):
                     return False
                 self._full = active

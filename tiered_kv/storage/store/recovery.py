@@ -44,7 +44,8 @@ class Recovery:
         self._codec_from = codec_from
 
     def run(self) -> None:
-        """Find every page, and leave all segments sealed.
+        """Find every page, and seal the segments that are not sealed. Unusable segments are
+        deleted. Segments that cannot be read now are set aside.
 
         Raises:
             OSError: the folder cannot be read.
