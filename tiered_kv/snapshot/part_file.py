@@ -44,11 +44,11 @@ class StoredPage:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Contents of a part.
+    """Contents of a part file.
 
     Attributes:
-        rank: rank that wrote it.
-        pages: its pages.
+        rank: rank that wrote the part.
+        pages: pages of the part.
         files: files of these pages by digest.
     """
 
@@ -73,7 +73,7 @@ class Part:
         """Parse a part.
 
         Raises:
-            ValueError: the data is not a part.
+            ValueError, TypeError: the data is not a part.
         """
         fields = Fields(parse(data))
         rank = fields.take("rank", whole, 0, MOST_RANKS - 1)

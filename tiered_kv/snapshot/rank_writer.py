@@ -56,7 +56,8 @@ class PageWriter:
 
         Raises:
             SnapshotError: the page does not match its format, was already added, or cannot be
-                written. After a failed write, ``finish`` raises as well.
+                written, or ``finish`` was already called. After a failed write, ``finish`` raises
+                as well.
         """
         if page.nbytes != page_format.page_bytes:
             raise SnapshotError(
@@ -84,7 +85,8 @@ class PageWriter:
         """Make all pages durable, and write the rank's part.
 
         Raises:
-            SnapshotError: a page could not be written, or could not be made durable.
+            SnapshotError: a page could not be written, or could not be made durable, or this method
+                was already called.
         """
         with self._lock:
             if self._finished:

@@ -41,7 +41,8 @@ class _Source:
         manifest: bytes of the manifest.
         sizes: returns the size of a page's file by digest, bytes; None if it is missing.
         read: reads a page's file.
-        names: digests of all files, if only files of pages are allowed; otherwise empty.
+        names: digests of all page files, if a file that the manifest does not list must be refused,
+            as in a zip file; otherwise empty.
     """
 
     manifest: bytes
@@ -155,7 +156,8 @@ def find_snapshot(root: Path, name: str) -> Path:
     """Return the path of the snapshot with this name.
 
     Raises:
-        SnapshotError: there is no such snapshot, or the name is invalid.
+        SnapshotError: there is no snapshot with this name, the name is invalid, or the root cannot
+            be read.
     """
     check_name(name)
     folder, file = root / name, root / (name + ZIP)
@@ -171,7 +173,8 @@ def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> 
     """Return the size of each page's file, bytes, by the page's digest.
 
     Raises:
-        SnapshotError: a file is missing, has an impossible size, or the sum of sizes is wrong.
+        SnapshotError: a file is missing or has an impossible size, the sum of sizes is wrong, or
+            pages of different sizes have the same digest.
     """
     formats: dict[str, PageFormat] = {}
     for page in manifest.pages:

@@ -100,7 +100,11 @@ def sync_file(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder that only its owner can access."""
+    """Create a folder that only its owner can access.
+
+    Raises:
+        OSError: the folder exists, or cannot be created.
+    """
     path.mkdir(mode=FOLDER_MODE)
 
 

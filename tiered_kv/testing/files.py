@@ -198,8 +198,9 @@ class SmallDisk(FaultyFiles):
 
     Args:
         folder: folder whose contents are on the disk.
-        nbytes: size of the disk.
-        tells: True if the disk reports its free space. A quota does not report it.
+        nbytes: size of the disk, bytes.
+        tells: True if the disk reports its free space, False to behave like a quota, which does
+            not.
     """
 
     def __init__(

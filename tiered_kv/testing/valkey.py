@@ -260,7 +260,7 @@ class ValkeyCluster:
         """Wait until the condition holds.
 
         Raises:
-            TimeoutError: it does not hold within ``CHANGE_S``.
+            TimeoutError: the condition does not hold within ``CHANGE_S``.
         """
         until = time.monotonic() + CHANGE_S
         while not condition():
@@ -271,7 +271,8 @@ class ValkeyCluster:
             time.sleep(0.02)
 
     def has_promoted(self, node: ValkeyServer) -> bool:
-        """True once a replica is a master, and all nodes that answer agree."""
+        """True once a former replica is a master, and all nodes that answer agree on the owner of
+        each slot."""
         return role(node) == b"master" and self.works()
 
     def replicated(self) -> bool:

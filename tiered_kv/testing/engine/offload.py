@@ -14,7 +14,7 @@ class Loads:
 
     Attributes:
         requests: ids of requests whose load finished, successfully or not.
-        bad: blocks that could not be filled.
+        bad: ids of the blocks that could not be filled.
     """
 
     requests: frozenset[str] = frozenset()
@@ -57,8 +57,8 @@ class Offload:
         return False
 
     def before_forward(self, scheduled: Mapping[str, int]) -> frozenset[int]:
-        """Load the KV that this pass needs, and start other loads. Returns the blocks that could
-        not be filled.
+        """Load the KV that this pass needs, and start other loads. Returns the ids of the blocks
+        that could not be filled.
         """
         return frozenset()
 
