@@ -166,7 +166,7 @@ def plan_copies(runs: PageRuns, pages: Pages) -> Copies:
 
 
 def cut_copies(copies: Copies, every: int) -> Copies:
-    """Cut copies at each multiple of ``every`` bytes of the slab."""
+    """Split copies at each multiple of ``every`` bytes of the slab."""
     first = copies.slab // every
     parts = (copies.slab + copies.nbytes - 1) // every - first + 1
     if (parts == 1).all():

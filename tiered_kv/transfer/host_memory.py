@@ -1,6 +1,6 @@
 """Host memory for the CPU pool's slots, and the CPU pool: memory divided into page slots.
 
-Whoever creates a pool provides its memory.
+The code that creates a pool provides the pool's memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostMemory(Protocol):
-    """One contiguous piece of memory. Other holders of it see the same bytes."""
+    """One contiguous piece of memory. All users of the object see the same bytes."""
 
     @property
     def view(self) -> NDArray[np.uint8]:

@@ -49,10 +49,10 @@
                                   u64, offset of the footer u64, count u32, key bytes u32 of all
                                   keys, digest 16 of entries and keys, digest 16 of the trailer
 
-Little-endian throughout; every part starts at a block (4 KiB). The payload of a page that is stored
-raw also starts at a block, if the page consists of whole blocks. It is then transferred between the
-caller's memory and the disk without copying, and its record takes no more space than if it followed
-its header directly.
+Integers are little-endian. Every part starts at a block (4 KiB). The payload of a page that is
+stored raw also starts at a block, if the page consists of whole blocks. The payload is then
+transferred between the caller's memory and the disk without copying, and the record takes no more
+space than if the payload followed the record's header directly.
 
 The module also defines the sizes of segments: the usual size, and the bounds that a page format
 sets.

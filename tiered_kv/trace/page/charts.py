@@ -243,9 +243,9 @@ def histogram_chart(
     Args:
         y: noun for the counted items.
         times: True if the values are seconds, False if they are tokens.
-        colours: colours of the sets, by name.
+        colours: colours of the sets, by name; ``PLAIN`` for other sets.
         names: names of the sets in the legend; None for no legend.
-        spread: distribution whose median and 95th percentile are marked.
+        spread: distribution whose median and 95th percentile are marked; None for no marks.
     """
     found = histograms(values, LEAST_S if times else 1.0)
     if found is None:
@@ -347,7 +347,8 @@ def _layout(x: str, y: str, height: int) -> Chart:
 
 
 def _unit(longest_s: float) -> tuple[str, float]:
-    """Return the time unit of an axis, and its length in seconds."""
+    """Return the time unit of an axis that is ``longest_s`` seconds long, and the length of the
+    unit in seconds."""
     for name, length, least in _UNITS:
         if longest_s >= least * length:
             return name, length

@@ -1,12 +1,12 @@
 """Transfer on CUDA: with the copy engines, on separate streams ordered by events.
 
 A page that is one run of VRAM is copied directly. Any other page is staged, since the copy engines
-are slow at short runs (``staging``). docs/gpu.md lists what has run on a GPU.
+are slow at short runs (``staging``). docs/gpu.md lists the tests that ran on a GPU.
 
-Saves wait for the work in the compute stream at the time of their submission. Loads wait for it
-too, because it may still read the blocks' old contents. Work enqueued on the compute stream after
-``run`` waits for the copy. Saves yield to the model, whose streams have the same or a higher
-priority. Loads do not yield, because requests wait for them.
+Saves wait for the work that the compute stream contains when they are submitted. Loads wait for
+this work too, because it may still read the blocks' old contents. Work enqueued on the compute
+stream after ``run`` waits for the copy. Saves yield to the model, whose streams have the same or a
+higher priority. Loads do not yield, because requests wait for them.
 
 A job is reported when its event has passed. Everything that the GPU wrote before an event is
 visible to the CPU once the CPU has seen the event pass, so the CPU may then read the slots

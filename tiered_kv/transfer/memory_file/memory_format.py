@@ -37,10 +37,10 @@
               pages          u32
               slots          u32
 
-Little-endian throughout. A key with vLLM's own hash has 48 bytes, so a header does not fit into
+Integers are little-endian. A key with vLLM's own hash has 48 bytes, so a header does not fit into
 64 bytes. With pages of 256 KiB, the table takes one byte in 2,000.
 
-Parsing is total: any bytes give a value or raise ``FormatError``.
+Parsing accepts any bytes: a function either returns a value or raises ``FormatError``.
 """
 
 from __future__ import annotations

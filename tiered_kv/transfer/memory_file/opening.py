@@ -69,7 +69,7 @@ FILE_NAME = re.compile(rf"([0-9]+)-([0-9]+){re.escape(SUFFIX)}")
 
 
 class MemoryBusyError(ConfigError):
-    """Another process has the file open."""
+    """Another process has the memory file open."""
 
 
 def memory_path(folder: Path, replica: int, rank: int) -> Path:
