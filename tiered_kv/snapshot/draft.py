@@ -64,7 +64,7 @@ class Making:
     """An unfinished folder or file that this process is creating.
 
     Args:
-        parent: folder in which it will be published.
+        parent: folder in which the folder or file will be published.
         folder: True for a folder.
 
     Attributes:

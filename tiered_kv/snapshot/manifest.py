@@ -80,8 +80,8 @@ class SnapshotPage:
         group: position in ``Manifest.groups``.
         block: index in the job's block table.
         rank: rank of the page.
-        sha256: digest of its bytes, hexadecimal.
-        key: its key in the server from which the snapshot was taken, hexadecimal.
+        sha256: digest of the page's bytes, hexadecimal.
+        key: the page's key in the server from which the snapshot was taken, hexadecimal.
     """
 
     group: int
@@ -105,8 +105,8 @@ class Manifest:
         groups: groups of pages.
         token_ids: tokens of the context.
         kv_tokens: number of leading tokens that have KV in the pages.
-        prompt_tokens: number of tokens of the last turn's prompt; the other tokens are its output
-            so far.
+        prompt_tokens: number of tokens of the last turn's prompt; the other tokens are the turn's
+            output so far.
         job: name of the job.
         turns: number of turns that the job has had.
         parents: names of the jobs that the job was forked or restored from, oldest first.

@@ -113,7 +113,8 @@ def _parse(stored: Bytes) -> tuple[int, PageFormat, bytes, EncodedPage]:
     """Parse a file. Returns its codec id, page format, codec table and encoded page.
 
     Raises:
-        SnapshotError: the header is missing, or the file's length does not match it.
+        SnapshotError: the header is missing or invalid, or the file's length does not match the
+            header.
     """
     if stored.nbytes < HEADER.size:
         raise SnapshotError("a page file is truncated within its header")

@@ -49,7 +49,7 @@ class Part:
     Attributes:
         rank: rank that wrote the part.
         pages: pages of the part.
-        files: files of these pages by digest.
+        files: files of the pages, by digest.
     """
 
     rank: int

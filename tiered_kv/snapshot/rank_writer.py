@@ -49,7 +49,7 @@ class PageWriter:
         """Write a page. May be called on several threads.
 
         Args:
-            group: position of its group in ``Manifest.groups``.
+            group: position of the page's group in ``Manifest.groups``.
             block: index in the job's block table.
             key: the page's key.
             page: the page, contiguous; it may change after the call.
@@ -57,7 +57,7 @@ class PageWriter:
         Raises:
             SnapshotError: the page does not match its format, was already added, or cannot be
                 written, or ``finish`` was already called. After a failed write, ``finish`` raises
-                as well.
+                an error too.
         """
         if page.nbytes != page_format.page_bytes:
             raise SnapshotError(

@@ -39,7 +39,8 @@ class _Source:
 
     Attributes:
         manifest: bytes of the manifest.
-        sizes: returns the size of a page's file by digest, bytes; None if it is missing.
+        sizes: returns the size of a page's file by the page's digest, bytes; None if the file is
+            missing.
         read: reads a page's file.
         names: digests of all page files, if a file that the manifest does not list must be refused,
             as in a zip file; otherwise empty.
@@ -56,7 +57,7 @@ class Snapshot:
 
     Attributes:
         manifest: the manifest.
-        nbytes: total size of its files, bytes.
+        nbytes: total size of the snapshot's files, bytes.
     """
 
     def __init__(self, source: _Source, files: ExitStack) -> None:
@@ -80,7 +81,7 @@ class Snapshot:
         """Read a page of the manifest into ``out``.
 
         Args:
-            out: memory of exactly the size of a page of its group.
+            out: memory of exactly the size of a page of the page's group.
 
         Raises:
             SnapshotError: the page is damaged, or cannot be read; ``out`` has undefined contents.

@@ -62,7 +62,7 @@ def write_new(path: Path, parts: Iterable[bytes | memoryview], *, durable: bool 
     """Write a new file.
 
     Args:
-        durable: True to sync the file. It is durable once its folder is synced as well.
+        durable: True to sync the file. The file is durable once its folder is synced too.
 
     Returns:
         Size of the file, bytes.

@@ -70,7 +70,7 @@ class PageStore(ABC):
         """Read pages into buffers of ``page_bytes`` bytes.
 
         The buffers are slots of the CPU pool, which are reused soon after the call has returned.
-        Nothing may write to them later, not even an abandoned read.
+        Nothing may write to the buffers later, not even an abandoned read.
 
         Returns:
             Indices of the pages that are absent or bad. The contents of their buffers are
@@ -81,7 +81,7 @@ class PageStore(ABC):
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
         """Look pages up, for at most ``deadline_s`` seconds. The call changes nothing.
 
-        An answer may be outdated when it is used; only ``get`` is authoritative.
+        The result may be outdated when it is used; only ``get`` is authoritative.
 
         Returns:
             Indices of the pages that are absent, or whose state is unknown at the deadline.
@@ -92,7 +92,7 @@ class PageStore(ABC):
         """Forget pages that other ranks have lost, or that are superseded. Unknown keys are
         ignored.
 
-        The next process may find them again.
+        The next process may find dropped pages again.
         """
 
     @abstractmethod
@@ -198,8 +198,8 @@ class StoreSite:
     """Description of the worker that opens a store.
 
     Attributes:
-        fingerprint: digest of everything that determines the bytes of the engine's pages. Their
-            keys begin with it.
+        fingerprint: digest of everything that determines the bytes of the engine's pages. The keys
+            of these pages begin with the fingerprint.
         rank: index of the worker.
         ranks: number of workers.
         replica: index of the engine among data-parallel engines.

@@ -230,7 +230,8 @@ class Bundles:
         return CodedPage(bundle.codec, EncodedPage(stored[:middle], stored[middle:]))
 
     def _bytes(self, slots: Sequence[int], offset: int, nbytes: int) -> Bytes:
-        """Return the bytes of a bundle as one array, which is a copy if they cross slots."""
+        """Return the bytes of a bundle as one array, which is a copy if the bytes cross from one
+        slot to the next."""
         pieces = list(self._pieces(slots, offset, nbytes))
         if len(pieces) == 1:
             return pieces[0]

@@ -56,7 +56,8 @@ damaged."""
 
 GROUP_BYTES = 128 << 20
 """Size of a group of demoted pages that are made durable together, bytes. A group is large enough
-for a disk to reach its full speed, and a promotion waits a few hundredths of a second for it."""
+for a disk to reach its full speed, but a promotion waits only a few hundredths of a second for the
+write of a group."""
 MOST_LOGGED = 100
 """Maximum number of different errors that are logged."""
 HUNG_S = 30.0
@@ -259,7 +260,7 @@ class IoThread:
 
         Args:
             last: pages to write, as key and place, most important first.
-            budget_s: time for writing them, seconds.
+            budget_s: time for writing these pages, seconds.
             discard: True to clear the store first, because no engine will look for its pages again.
 
         Returns:

@@ -51,7 +51,7 @@ class NoNotebook:
     """A notebook that stores nothing.
 
     Attributes:
-        stores: True if facts are stored. Otherwise they need not be collected.
+        stores: True if facts are stored. If it is False, callers need not collect facts.
     """
 
     stores: ClassVar[bool] = False

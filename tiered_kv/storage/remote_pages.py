@@ -99,8 +99,8 @@ MISSING_S = 10.0
 needs the table would cost a round trip, and memory for the longest table."""
 MOST_MISSING = 1024
 MOST_CODECS = 64
-"""Maximum number of codecs kept, the latest ones. Engines adopt each other's tables, so there are
-few."""
+"""Maximum number of codecs kept, the latest ones. Engines adopt each other's tables, so few codecs
+are in use."""
 MOST_TABLE_BYTES = 16 << 20
 DIGEST_BYTES = 16
 
@@ -136,7 +136,7 @@ class CodecTables:
         return time.monotonic() < self._missing.get((codec_id, table), 0.0)
 
     def codec(self, codec_id: int, table: bytes) -> Codec | None:
-        """Return the codec with that id and table; None if it is not available."""
+        """Return the codec with this id and table; None if the codec is not available."""
         if (codec_id, table) not in self._codecs and table == NO_TABLE:
             self._keep(codec_id, table, self._made(codec_id, b""))
         return self._codecs.get((codec_id, table))
@@ -162,7 +162,8 @@ class CodecTables:
         return name
 
     def fetch(self, codec_id: int, table: bytes, deadline: float) -> bool:
-        """Fetch a table and create its codec. Returns False if a damaged table was found."""
+        """Fetch a table and create its codec. A table that is missing or damaged is not fetched
+        again for ``MISSING_S`` seconds. Returns False if a damaged table was found."""
         buffer = memoryview(bytearray(DIGEST_BYTES + MOST_TABLE_BYTES))
         good = True
         for _, outcome, nbytes in self._store.get([self._key(table)], buffer, deadline):
@@ -429,9 +430,9 @@ class RemotePages(PageStore):
             self._store.delete(some, time.monotonic() + CALL_S)
 
     def clear(self) -> None:
-        """Delete the pages that this engine has put. They no longer match their fingerprint,
-        and perhaps did not even before the reset. If the store does not answer, the deletion is
-        retried later, and this connection is used for nothing else."""
+        """Delete the pages that this engine has put. These pages no longer match their fingerprint,
+        and perhaps did not match it even before the reset. If the store does not answer, the
+        deletion is retried later, and this connection is used for nothing else."""
         self._training.forget()
         own = [RemoteKey(PAGE_PREFIX + self._name(key), run) for key, run in self._own.items()]
         self._own.clear()

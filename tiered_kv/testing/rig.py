@@ -42,7 +42,7 @@ class EngineRig(ABC):
     """An engine that tests drive step by step, with access to the components of its connector.
 
     Attributes:
-        now: clock of the engine and its connector, seconds. Tests set it.
+        now: time on the clock of the engine and its connector, seconds. Tests set the time.
         prompts, outputs: tokens of each request.
         finished: the engine's finish status of each finished request.
         steps: number of steps so far.

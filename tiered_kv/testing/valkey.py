@@ -23,7 +23,7 @@ NO_LIMIT = "0"
 
 
 class ValkeyServer:
-    """A server process. It ends with the ``with`` block, and its data is lost.
+    """A server process. It ends when the ``with`` block ends, and its data is lost.
 
     Args:
         folder: folder for the server's log.
@@ -171,7 +171,7 @@ class ValkeyServer:
 
 
 class ValkeyCluster:
-    """A cluster on loopback. It ends with the ``with`` block.
+    """A cluster on loopback. Its servers end when the ``with`` block ends.
 
     Args:
         folder: folder for the servers' files.
@@ -180,7 +180,7 @@ class ValkeyCluster:
         node_timeout_s: time without an answer after which a node counts as failed, seconds.
 
     Attributes:
-        nodes: the servers: first those that start as masters, then the replica of each.
+        nodes: the servers: first the nodes that start as masters, then the replica of each master.
     """
 
     def __init__(

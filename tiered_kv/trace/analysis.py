@@ -42,8 +42,10 @@ class Jobs:
 
     Attributes:
         jobs: number of jobs.
-        cut: jobs whose first turn is not in the trace. Their completion times are not counted.
-        waiting: jobs that were still expected when their engine stopped. Their times are counted.
+        cut: number of jobs whose first turn is not in the trace. The completion times of these jobs
+            are not counted.
+        waiting: number of jobs that were still expected when their engine stopped. The completion
+            times of these jobs are counted.
         completion_s: time from the arrival of the first turn to the end of the last turn.
     """
 

@@ -38,8 +38,8 @@ def files_of(path: Path) -> list[Path]:
 
 
 def files_to_read(path: Path) -> Iterator[Path]:
-    """Yield the existing files of a trace, newest first. Each may be compressed with gzip. If a
-    file exists both plain and compressed, only one of them is yielded.
+    """Yield the existing files of a trace, newest first. Each file may be compressed with gzip. If
+    a file exists both plain and compressed, only one of the two is yielded.
     """
     plain = _unpacked(path)
     for age in range(FILES):

@@ -371,7 +371,7 @@ def _first(story: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def _cut_all(texts: Sequence[str], room: int) -> list[str]:
-    """Return the first texts that fit into ``room`` bytes. The last of them is cut."""
+    """Return the first texts that fit into ``room`` bytes. The last text is cut if necessary."""
     kept = list[str]()
     for text in texts:
         if room < _WORD_ROOM:

@@ -1,7 +1,8 @@
 """Plan of a copy job: its valid pages, and the runs of bytes that the pages consist of.
 
-The plan is pure arithmetic on arrays. All backends share it, and it is tested without them.
-Addresses are byte offsets: into the engine's allocation ("storage") and into the CPU pool ("slab").
+The plan is pure arithmetic on arrays. All backends share this arithmetic, which is tested without a
+backend. Addresses are byte offsets: into the engine's allocation ("storage") and into the CPU pool
+("slab").
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """The valid pages of a job, and the indices of the other pages.
+    """The valid pages of a copy job, and the indices of the other pages.
 
     Attributes:
         blocks: block numbers, int64 ``[pages]``.

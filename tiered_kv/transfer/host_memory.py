@@ -33,7 +33,7 @@ class HostMemory(Protocol):
         """Release the memory. Idempotent.
 
         No device copy may be in progress. Existing views stay readable and writable: the memory is
-        unmapped when the last of them is deleted.
+        unmapped when the last view is deleted.
         """
 
 

@@ -42,7 +42,7 @@ from .format import (
 
 
 def pack_segment_header(header: SegmentHeader) -> bytes:
-    """Return the bytes of a segment header; there are ``header.header_bytes`` of them."""
+    """Return the ``header.header_bytes`` bytes of a segment header."""
     fixed = SEGMENT.pack(
         SEGMENT_MAGIC,
         VERSION,
@@ -124,7 +124,7 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
 
 
 def pack_record_header(segment: SegmentHeader, record: RecordHeader) -> bytes:
-    """Return the bytes of a record header; there are ``record.header_bytes`` of them."""
+    """Return the ``record.header_bytes`` bytes of a record header."""
     nbytes = record.header_bytes
     fixed = RECORD.pack(
         RECORD_MAGIC,

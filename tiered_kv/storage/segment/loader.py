@@ -18,7 +18,7 @@ from .scanner import scan
 
 _START_BYTES = 64 << 10
 END_BYTES = 512 << 10
-"""Number of bytes read in one call from the end of a segment. Most footers fit into them."""
+"""Number of bytes read in one call from the end of a segment. Most footers are shorter."""
 
 
 class BlankSegment(FormatError):
@@ -55,7 +55,7 @@ def load_segment(
     Raises:
         BlankSegment: the segment has no header yet.
         FormatError: the header is incomplete or damaged, or the file is longer than any segment; or
-            ``check`` raised it.
+            ``check`` raised a ``FormatError``.
         OSError: the disk failed.
     """
     size = files.size(fd)

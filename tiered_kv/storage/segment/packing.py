@@ -29,7 +29,7 @@ class PageToWrite:
     Attributes:
         index: position of the page in that call.
         page: raw bytes of the page, or the encoded page.
-        written: time of its first write, seconds since 1970.
+        written: time of the page's first write, seconds since 1970.
     """
 
     index: int

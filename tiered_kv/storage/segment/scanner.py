@@ -53,8 +53,8 @@ class _Window:
     content: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def from_(self, offset: int, nbytes: int) -> memoryview:
-        """Return whole blocks starting at ``offset``, at least one. If they are not buffered yet,
-        reads ``nbytes`` bytes."""
+        """Return whole blocks starting at ``offset``, at least one. If these blocks are not
+        buffered yet, reads ``nbytes`` bytes."""
         if not self.begin <= offset < self.begin + len(self.content):
             nbytes = min(nbytes, self.size - offset)
             self.content = read_blocks(self.files, self.fd, offset, nbytes)

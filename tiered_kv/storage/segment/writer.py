@@ -141,8 +141,8 @@ class SegmentWriter:
             write_content(self._files, self._fd, b"".join(pieces), offset, self._buffers)
 
     def commit(self) -> Commit:
-        """Make all records that were appended since the last commit durable. Returns which of them
-        are durable."""
+        """Make all records that were appended since the last commit durable. Returns the durable
+        records, and the error that made other records fail."""
         flights, self._flights = self._flights, []
         errors = [flight.future.exception() for flight in flights]
         whole = next((i for i, error in enumerate(errors) if error is not None), len(flights))
@@ -190,8 +190,9 @@ def write_footer(
     footer is scanned.
 
     Args:
-        end: end of the last record, bytes. The footer is at the end of the file unless it would
-            leave a large gap; it then starts at ``end``, and the file is truncated after it.
+        end: end of the last record, bytes. The footer is at the end of the file unless this
+            position would leave a large gap. In that case the footer starts at ``end``, and the
+            file is truncated after the footer.
 
     Raises:
         OSError: the disk failed. The segment is unchanged, or ends in garbage.

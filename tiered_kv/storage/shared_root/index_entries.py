@@ -75,7 +75,7 @@ def head_of(number: bytes) -> bytes:
 
 
 def number_in(head: bytes) -> bytes | None:
-    """Return the number of an index from its first bytes; None if these are not the head of a
+    """Return the number of an index from its first bytes; None if the bytes are not the head of a
     readable index."""
     begin = MAGIC + VERSION.to_bytes(8, "little")
     return head[len(begin) :] if len(head) == HEAD_BYTES and head.startswith(begin) else None

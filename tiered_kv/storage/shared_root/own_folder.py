@@ -47,8 +47,8 @@ from .index_entries import (
 
 INDEX_NAME = "index"
 GONE = (errno.ENOENT, errno.ESTALE)
-"""Errors that mean that a file no longer exists. On a network file system they also occur for an
-open file."""
+"""Errors that mean that a file no longer exists. On a network file system these errors also occur
+for an open file."""
 READ_BYTES = 1 << 20
 
 
@@ -179,8 +179,8 @@ KEPT_FREE = 0.1
 """Fraction of the file system that is left free for other uses."""
 SIGN_OF_LIFE_S = 60.0
 GONE_S = 24 * 3600.0
-"""Time without a sign of life after which a folder may be deleted, seconds. If its process returns
-after that, the process creates another folder."""
+"""Time without a sign of life after which a folder may be deleted, seconds. If the folder's process
+resumes after that, the process creates another folder."""
 LOOK_FOR_GONE_S = 60.0
 MOST_STALE = 1024
 """Number of stale entries, beyond the number of live ones, that trigger a rewrite of the index."""
@@ -239,7 +239,7 @@ class OwnFolder:
         """Add values. Returns STORED, REFUSED or LATE for each value.
 
         Raises:
-            OSError: any of the values may have been added.
+            OSError: a write failed. Any of the values may have been added nonetheless.
         """
         self.show_life()
         self._spare = self._spare_bytes()
@@ -279,7 +279,7 @@ class OwnFolder:
         deletion, deletes the packs that contain these values.
 
         Raises:
-            OSError: any of the values may still be readable.
+            OSError: a write or a deletion failed. Any of the values may still be readable.
         """
         nowhere = Place(0, 0, 0)
         places = {
@@ -302,8 +302,8 @@ class OwnFolder:
     # -- packs ----------------------------------------------------------------------
 
     def _placed(self, files: OpenPacks, parts: Parts, nbytes: int, busy: set[int]) -> Place:
-        """Write a value. If the file system has less space than it reports, for example because of
-        a quota, delete the oldest pack and try once more.
+        """Write a value, and return its location. If the file system has less space than it
+        reports, for example because of a quota, delete the oldest pack and try once more.
 
         Args:
             busy: packs that must not be deleted.

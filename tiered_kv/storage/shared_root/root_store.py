@@ -37,8 +37,8 @@ class SharedRoot:
     """A shared folder as a ``RemoteStore``.
 
     Args:
-        root: the folder, which must exist. It is not created, because a missing mount must not
-            cause writes to the disk below it.
+        root: the folder, which must exist. The folder is not created if it is missing, because a
+            missing mount must not cause writes to the disk below the mount point.
         most_bytes: maximum size of this process's folder, bytes.
     """
 

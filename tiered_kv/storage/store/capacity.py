@@ -73,7 +73,8 @@ class Outlook:
 
 
 class Capacity:
-    """Share of one store in the space under its root. The caller holds the store's lock."""
+    """Computes one store's share of the disk space under its root, and frees space for the store's
+    segments. The caller must hold the store's lock."""
 
     def __init__(self, files: FileLayer, options: StoreOptions) -> None:
         self._files = files

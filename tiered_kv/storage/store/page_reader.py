@@ -35,7 +35,7 @@ class _Wanted:
         index: position of the page in that call.
         entry: catalogue entry of the page.
         out: memory for the page.
-        offset, nbytes: position and size of its record in the segment, bytes.
+        offset, nbytes: position and size of the page's record in the segment, bytes.
     """
 
     index: int
@@ -82,8 +82,8 @@ class _Read:
     """Adjacent pages, and the memory into which they are read.
 
     Attributes:
-        direct: for each page, True if it is read directly into ``out``. In this case only its
-            header is in the buffer.
+        direct: for each page, True if the page is read directly into ``out``. In this case only the
+            header of its record is in the buffer.
         sizes: bytes of the buffer for each page.
     """
 

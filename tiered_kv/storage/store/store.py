@@ -169,10 +169,11 @@ class SegmentStore(PageStore):
         return self._writer.put(pages)
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
-        """Store pages that are already encoded. They are stored unchanged if they use the codec of
-        new pages.
+        """Store pages that are already encoded. Pages that use the codec of new pages are stored
+        unchanged; other pages are decoded and encoded again.
 
-        A store that has not trained a codec adopts their codec, so that no page is encoded twice.
+        A store that has not trained a codec adopts the codec of these pages, so that no page is
+        encoded twice.
         """
         codecs = [coded.codec for _, coded in pages]
         self._writer.adopt(codec for codec in codecs if codec is not None)

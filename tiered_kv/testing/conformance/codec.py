@@ -54,7 +54,7 @@ class CodecConformance:
 
     Attributes:
         codec_class: the class under test.
-        formats: the formats to test. The codec may refuse formats that it does not support.
+        formats: the page formats to test. The codec may refuse formats that it does not support.
     """
 
     codec_class: CodecClass

@@ -32,7 +32,7 @@ def page_key(name: int, fingerprint: bytes = FINGERPRINT) -> PageKey:
 
 
 def page_bytes(key: PageKey, version: int = 0, nbytes: int = PAGE_FORMAT.page_bytes) -> Bytes:
-    """Return the page of a key. It differs for each key and version."""
+    """Return the page of a key, of ``nbytes`` bytes. Each key and version has a different page."""
     seed = int.from_bytes(key, "big") * 1000 + version
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 

@@ -36,8 +36,8 @@ class Offload:
         """Look up the KV of a waiting request beyond its first ``computed`` tokens.
 
         Returns:
-            Number of further tokens, and True if they are loaded asynchronously. The number is None
-            if the engine must call again in the next step.
+            Number of further tokens whose KV can be loaded, and True if this KV is loaded
+            asynchronously. The number is None if the engine must call again in the next step.
         """
         return 0, False
 

@@ -87,7 +87,7 @@ class GroupKv(ABC):
         """Write the KV that the pass computes.
 
         Raises:
-            WrongKV: the table has no block for it.
+            WrongKV: the table has no block for this KV.
         """
 
     @abstractmethod

@@ -102,8 +102,8 @@ class GroupPages:
         """Return the group's layer in the allocation, an int8 tensor, as vLLM passes it to
         connectors.
 
-        Attention is ``[blocks, heads, tokens, K and V of a head]``. A state is one row of bytes per
-        block, whatever the types of its parts.
+        The shape of an attention layer is ``[blocks, heads, tokens, K and V of a head]``. A state
+        is one row of bytes per block, whatever the types of its parts.
         """
         import torch
 

@@ -296,8 +296,8 @@ def legend(chart: Chart) -> dict[str, str]:
 
 
 def _marks(spread: Spread, low: float, high: float, most: int) -> list[Chart]:
-    """Return lines at the median and at the 95th percentile. Their labels have different heights,
-    and sides that keep them from overlapping or leaving the chart.
+    """Return lines at the median and at the 95th percentile. The labels of the lines have different
+    heights, and are on sides on which they neither overlap nor leave the chart.
     """
 
     def share(value: float) -> float:

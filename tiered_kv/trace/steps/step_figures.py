@@ -20,7 +20,8 @@ COUNTS = (
 )
 """Fields of a step that are a single number."""
 BY_NAME = ("nbytes", "orders")
-"""Fields of a step that contain numbers by name. Their figures are named ``nbytes.cpu`` and so on.
+"""Fields of a step that contain numbers by name. The figures of these fields are named
+``nbytes.cpu`` and so on.
 """
 
 

@@ -68,7 +68,7 @@ class CudaTransfer(TransferBackend):
     Args:
         layouts: locations of a block's bytes in the storage, for each page group.
         storage: the engine's KV allocation, uint8 ``[bytes]`` on the GPU, contiguous.
-        pool: slots as large as the largest page. If it is not pinned, nothing is staged by
+        pool: slots as large as the largest page. If the pool is not pinned, nothing is staged by
             default, because the driver uses its own buffers.
         by: copy method; tests and benchmarks set it.
         buffer_bytes: minimum size of each of the four staging buffers in VRAM, bytes. A page must
@@ -121,8 +121,8 @@ class CudaTransfer(TransferBackend):
 
     @property
     def under_way(self) -> int:
-        """Number of jobs whose copies are not known to have finished. Each of them holds GPU
-        memory."""
+        """Number of jobs whose copies are not known to have finished. Each of these jobs may hold
+        GPU memory."""
         return len(self._flights) + len(self._reported_early)
 
     def _lanes(self, nbytes: int) -> Lanes:

@@ -69,8 +69,8 @@ from .slot_table import BundleNote, SlotTable, pack_note, parse_note
 REST_S = 30.0
 """Duration of the quarantine of slots, which starts when the file is opened, seconds.
 
-It is long compared to the time in which a CUDA context ends, and mostly over when a starting engine
-receives its first request.
+The quarantine is long compared to the time in which a CUDA context ends, and mostly over when a
+starting engine receives its first request.
 """
 
 
@@ -104,7 +104,7 @@ class LastingMemory:
 
     Args:
         path: the file.
-        lock: descriptor that holds its lock; closed with this object.
+        lock: descriptor that holds the file's lock; closed with this object.
         mapped: mapping of the whole file; closed with this object.
         keep: True to keep the file when this object is closed.
         clock: monotonic seconds. The quarantine starts when this object is created, after the lock

@@ -84,8 +84,8 @@ def block_of(fd: int) -> int:
 
 
 def header_of(fd: int, size: int) -> FileHeader | None:
-    """Return the header of an open file of ``size`` bytes; None if its creation was interrupted, so
-    that the file is a single block of zeros.
+    """Return the header of an open file of ``size`` bytes; None if the file is empty or a single
+    block of zeros, because its creation was interrupted.
 
     Raises:
         ForeignError: the file is not a memory file.

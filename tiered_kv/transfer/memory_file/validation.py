@@ -50,8 +50,8 @@ class Validation:
         self.ending = threading.Event()
 
     def landed(self, pages: Iterable[LandedPage]) -> None:
-        """Queue pages that have landed and are known to be right on every rank. Their slots must
-        still contain these pages."""
+        """Queue pages that have landed and are known to be right on every rank. The slots of these
+        pages must still contain them."""
         tickets = [(page, self._memory.ticket(page.slot)) for page in pages]
         self._thread.submit(self._validate, tickets)
 
