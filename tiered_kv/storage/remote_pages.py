@@ -168,7 +168,7 @@ class CodecTables:
         good = True
         for _, outcome, nbytes in self._store.get([self._key(table)], buffer, deadline):
             if outcome in (Outcome.LATE, Outcome.DOWN):
-                return True  # its state is unknown
+                return True  # the table's state is unknown
             digest, found = bytes(buffer[:DIGEST_BYTES]), bytes(buffer[DIGEST_BYTES:nbytes])
             if outcome is Outcome.HIT:
                 whole = xxhash.xxh3_128_digest(found) == digest

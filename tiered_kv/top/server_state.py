@@ -30,7 +30,8 @@ class ServerState:
     Attributes:
         url: address of the server.
         status: the status of the server's engines, or of the viewed engine; at least one.
-        growth: growth of the engines' counters, by rank; empty before the second poll.
+        growth: growth of each engine's counters, by the engine's rank; empty before the second
+            poll.
         jobs: jobs read so far, in list order.
         whole: True once all jobs have been read.
         problem: message that explains why this is not the current state; None if it is current.

@@ -60,7 +60,7 @@ class AnonymousMemory:
         self.view = np.empty(0, dtype=np.uint8)
         try:
             self._map.close()
-        except BufferError:  # views still exist; unmapped with the last of them
+        except BufferError:  # views still exist; unmapped with the last view
             logger.debug("memory was closed although a view of it still exists")
 
 

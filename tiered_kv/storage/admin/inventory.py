@@ -62,7 +62,7 @@ class Listing:
 
 
 def list_stores(root: Path) -> Listing:
-    """List every store under a root."""
+    """Return the stores under a root, and the paths that were skipped."""
     folders = store_folders(root)
     stores, odd = [], dict(folders.odd)
     for folder in folders.paths:
@@ -86,7 +86,7 @@ def list_stores(root: Path) -> Listing:
                 )
             )
         except FileNotFoundError:
-            continue  # it vanished meanwhile
+            continue  # the store vanished meanwhile
         except OSError as error:
             odd[lock] = error.strerror or str(error)
     return Listing(sorted(stores, key=lambda store: store.last_use), odd)

@@ -93,7 +93,7 @@ class RealFiles:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(mode=FOLDER_MODE, exist_ok=True)
-            with contextlib.suppress(PermissionError):  # it may be writable but not readable
+            with contextlib.suppress(PermissionError):  # the parent may not be readable
                 self.sync_folder(path.parent)
 
     def names(self, folder: Path) -> list[str]:

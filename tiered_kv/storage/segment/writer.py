@@ -115,8 +115,8 @@ class SegmentWriter:
         if len(waiting) >= in_flight:
             waiting[0].future.exception()
         future = threads.submit(self._write, buffer, records, self.end, self._count, self._group)
-        # Places are computed while the disk is busy. Once it is done, nothing should delay the
-        # lookup of a page.
+        # Places are computed while the disk is busy. Once the disk is done, nothing should delay
+        # the lookup of a page.
         self._flights.append(_Flight(records, list(_places(records, self.end)), future))
         self.end += sum(record.nbytes for record in records)
         self._count += len(records)

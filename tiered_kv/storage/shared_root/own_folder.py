@@ -490,7 +490,7 @@ def _first_free(root: Path) -> tuple[Path, int]:
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
         try:
             fd = open_plain(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
-        except PermissionError:  # it belongs to another user
+        except PermissionError:  # the folder belongs to another user
             continue
         try:
             if try_lock(fd) and os.fstat(fd).st_nlink:

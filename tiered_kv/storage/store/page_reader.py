@@ -212,7 +212,7 @@ class PageReader:
                 context.files.uncache(fd, run[0].offset, nbytes)
         except OSError as error:
             context.buffers.give(buffer)
-            if error.errno == errno.EFAULT and any(direct):  # direct I/O cannot write to it
+            if error.errno == errno.EFAULT and any(direct):  # direct I/O cannot write to ``out``
                 self._read_run(fd, run, read, bad, in_place=False)
             elif len(run) == 1:
                 bad.append(_Bad.of(run[0], error))

@@ -68,8 +68,8 @@ class Blocks:
             self._free.pop(block.block_id, None)
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Drop references. Unreferenced blocks are reused in the given order, after blocks that no
-        request can find.
+        """Drop one reference to each block. Blocks without references are reused in the given
+        order, after the blocks that no request can find.
         """
         unfindable = []
         for block in blocks:

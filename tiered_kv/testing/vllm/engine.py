@@ -130,7 +130,7 @@ def engine_config(
         )
     config.scheduler_config.async_scheduling = (
         size.ahead
-    )  # set late, because vLLM refuses it on CPUs
+    )  # set late, because vLLM refuses the setting on CPUs
     return config
 
 

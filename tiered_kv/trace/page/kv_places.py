@@ -47,7 +47,7 @@ _MEANT = {"cpu": Place.CPU, "store": Place.SSD, "drop": Place.NOWHERE}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stays:
-    """Stays: periods in which the KV of a turn's context was in one place. All columns have shape
+    """Periods (stays) in which the KV of a turn's context was in one place. All columns have shape
     (stays,).
 
     Attributes:

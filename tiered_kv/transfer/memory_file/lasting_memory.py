@@ -320,7 +320,7 @@ class LastingMemory:
         self._table = SlotTable(np.empty(0, np.uint8), 0, 0)
         try:
             self._map.close()
-        except BufferError:  # views still exist; unmapped with the last of them
+        except BufferError:  # views still exist; unmapped with the last view
             logger.debug("memory was closed although a view of it still exists")
         return lock
 

@@ -191,7 +191,7 @@ def open_memory(
                 raise
             if memory is not None:
                 return memory
-            os.close(fd)  # it was deleted
+            os.close(fd)  # the file was deleted
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise ConfigError(
