@@ -79,7 +79,7 @@ class SnapshotPage:
     Attributes:
         group: position in ``Manifest.groups``.
         block: index in the job's block table.
-        rank: rank of the page.
+        rank: rank to which the page belongs.
         sha256: digest of the page's bytes, hexadecimal.
         key: the page's key in the server from which the snapshot was taken, hexadecimal.
     """
@@ -102,7 +102,7 @@ class Manifest:
         model: name of the model that vLLM served.
         ranks: number of tensor-parallel ranks.
         hash_tokens: tokens per block hash.
-        groups: groups of pages.
+        groups: the engine's page groups.
         token_ids: tokens of the context.
         kv_tokens: number of leading tokens that have KV in the pages.
         prompt_tokens: number of tokens of the last turn's prompt; the other tokens are the turn's

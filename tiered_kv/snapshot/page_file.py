@@ -170,7 +170,8 @@ class PagePool:
         """Link a page of the pool to a path, if possible. Does not check the page's bytes.
 
         Returns:
-            Origin of the file that now has this path, or that must be written there.
+            ``SHARED`` if the page was linked, ``BESIDE`` if the path exists already, otherwise
+            ``NEW`` or ``AGAIN``, with which the caller must write the file.
         """
         try:
             # A symbolic link in the pool is not followed: the link itself would be linked.

@@ -17,7 +17,7 @@ _NAME = re.compile(r"part-(0|[1-9][0-9]{0,5})\.json")
 
 
 class Origin(Enum):
-    """Origin of the file of a page."""
+    """Origin of a page's file: written by this rank or another, or shared with another snapshot."""
 
     NEW = "new"
     """The page was written, because the pool did not have it."""
@@ -35,7 +35,7 @@ class StoredPage:
 
     Attributes:
         nbytes: size of the file, bytes.
-        origin: origin of the file.
+        origin: whether the file was written or is shared, and why.
     """
 
     nbytes: int

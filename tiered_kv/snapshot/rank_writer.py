@@ -23,7 +23,8 @@ from .part_file import Origin, Part, StoredPage, part_path
 from .snapshot_files import PAGES, disk_errors, fill, sync_file, write_new
 
 SYNC_THREADS = 8
-"""Number of files that are synced concurrently. A disk syncs many files in the time of one."""
+"""Number of files that are synced concurrently. A disk syncs many files in about the time of one
+file."""
 
 
 class PageWriter:

@@ -28,7 +28,9 @@ def check_name(name: str) -> None:
     """Check that a name is valid for a snapshot.
 
     Raises:
-        SnapshotError: the name is not valid.
+        SnapshotError: the name is empty, has more than 100 characters, contains other characters
+            than letters, digits, dots, dashes and underscores, does not start with a letter or
+            digit, or ends with ``.zip``.
     """
     if _NAME.fullmatch(name) is None:
         raise SnapshotError(

@@ -161,8 +161,8 @@ class PageStore(ABC):
     # -- stores whose pages are reclaimed in groups ------------------------------
 
     def proposal(self) -> Proposal | None:
-        """Return the segment that should be reclaimed next; None if there is free space. The call
-        changes nothing."""
+        """Return the segment that should be reclaimed next; None if no space needs to be freed. The
+        call changes nothing."""
         return None
 
     def reclaim(self, segment: int, survivors: Collection[PageKey]) -> Sequence[PageKey]:
@@ -182,7 +182,7 @@ _Item = TypeVar("_Item")
 def put_present(
     put: Callable[[Sequence[_Item]], frozenset[int]], items: Sequence[_Item | None]
 ) -> frozenset[int]:
-    """Put the items that are not None.
+    """Call ``put`` with the items that are not None.
 
     Returns:
         Indices of the items that are not stored, including the items that are None.

@@ -243,7 +243,7 @@ class Bundles:
         return whole
 
     def _pieces(self, slots: Sequence[int], offset: int, nbytes: int) -> Iterator[Bytes]:
-        """Yield views of the parts of a bundle, one for each slot."""
+        """Yield views of a range of a bundle's bytes, one view for each slot in the range."""
         slot_bytes, end = self._slots.shape[1], offset + nbytes
         while offset < end:
             index, at = divmod(offset, slot_bytes)

@@ -135,7 +135,7 @@ class IoThread:
         return self._clock()
 
     def submit(self, order: DemoteOrder | PromoteOrder, ahead_s: float = 0.0) -> None:
-        """Carry out the order once it is due.
+        """Queue an order, which is carried out once it is due.
 
         Args:
             ahead_s: lead of this thread's clock over the clock to which ``due`` refers, seconds.
@@ -180,8 +180,8 @@ class IoThread:
         self._add(self._lookups, (order, task))
 
     def reclaim(self, segment: int, survivors: Sequence[PageKey]) -> None:
-        """Reclaim a proposed segment. ``take_gone`` returns the pages that were lost with the
-        segment."""
+        """Queue the reclaiming of a proposed segment. ``take_gone`` returns the pages that were
+        lost with the segment."""
 
         def task() -> None:
             try:
@@ -194,7 +194,7 @@ class IoThread:
         self._add(self._tasks, task)
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages; see ``PageStore.drop``."""
+        """Queue the forgetting of pages; see ``PageStore.drop``."""
         self._add(self._tasks, lambda: self.store.drop(keys))
 
     def replace_store(self, make: Callable[[], PageStore]) -> None:
@@ -238,8 +238,8 @@ class IoThread:
 
     @property
     def proposal(self) -> Proposal | None:
-        """Return a segment that should be reclaimed, whose survivors the scheduler half chooses;
-        None if there is none."""
+        """Segment that should be reclaimed, with its pages, among which the scheduler half chooses
+        the survivors; None if no segment should be reclaimed."""
         return self._proposal
 
     def wait_idle(self, timeout: float) -> bool:
@@ -330,7 +330,8 @@ class IoThread:
                 self._changed.notify_all()
 
     def _next(self) -> Task | None:
-        """Wait until some work is due, and return it; None when closing."""
+        """Wait until some work is due, and return a function that does it. Returns None when the
+        thread is to stop."""
         with self._changed:
             while not self._closing:
                 now = self._clock()

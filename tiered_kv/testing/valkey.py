@@ -127,8 +127,8 @@ class ValkeyServer:
             process.wait()
 
     def talk(self, *words: bytes) -> bytes:
-        """Send a command and return the raw answer. For commands that the connector's client never
-        sends.
+        """Send a command and return the raw answer. Used for commands that the connector's client
+        never sends.
         """
         with socket.create_connection(("127.0.0.1", self.port), START_S) as connection:
             if self._password:

@@ -28,7 +28,7 @@ class StoryEnd(Enum):
     """The job was silent for four hours, or for longer than all other jobs when over 8,192 jobs
     waited."""
     CLOSED = "closed"
-    """The engine stopped first."""
+    """The engine stopped before the gap ended."""
     NO_GAP = "no_gap"
     """The turn had no job or no KV, or another turn of the job was running."""
 
@@ -37,7 +37,7 @@ class PinEnd(Enum):
     """Reason for the end of a pin."""
 
     RETURNED = "returned"
-    """The job returned in time."""
+    """The job returned before the time limit."""
     EXPIRED = "expired"
     """The time limit was reached."""
     PRESSURE = "pressure"
@@ -365,7 +365,7 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
 
 
 def _first(story: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Return the value with at most ``most`` elements in each list, without empty lists."""
+    """Return ``story`` with at most ``most`` elements in each list, and without empty lists."""
     told = {name: one[:most] if isinstance(one, list) else one for name, one in story.items()}
     return {name: one for name, one in told.items() if one != []}
 

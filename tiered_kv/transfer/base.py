@@ -15,6 +15,8 @@ from enum import Enum
 
 
 class Direction(Enum):
+    """Direction of a copy."""
+
     SAVE = "save"
     """Copy from VRAM to a CPU slot."""
     LOAD = "load"
@@ -48,7 +50,7 @@ class CopyJob:
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """A finished job.
+    """Result of a finished copy job.
 
     Attributes:
         failed: indices of the pages that were not copied completely, whose targets have undefined

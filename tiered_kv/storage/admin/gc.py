@@ -55,8 +55,8 @@ class Selection:
 
 
 def holder_of(store: StoreInfo) -> str:
-    """Return the process that has a store open, as named in its lock; empty if no process has it
-    open."""
+    """Return a short description of the process that has a store open, from the store's lock; an
+    empty text if no process has the store open."""
     return short_owner(store.holder) if store.locked else ""
 
 

@@ -193,7 +193,8 @@ class Inventory:
 
     @property
     def ranks(self) -> int:
-        """Number of the engine's ranks, from the newest readable segment; 0 if there is none."""
+        """Number of the engine's ranks, from the newest readable segment; 0 without a readable
+        segment."""
         return self.segments[-1].loaded.header.ranks if self.segments else 0
 
     @property

@@ -46,8 +46,8 @@ class FileLayer(Protocol):
         folders survive a power failure."""
 
     def names(self, folder: Path) -> list[str]:
-        """List the plain files in the folder by name, in any order, without links, pipes or
-        devices."""
+        """Return the names of the plain files in the folder, in any order. Links, pipes and devices
+        are left out."""
 
     def free(self, folder: Path) -> int:
         """Return the free bytes for files in the folder; 0 if the disk accepts no more files."""
@@ -62,7 +62,8 @@ class FileLayer(Protocol):
         """Return the size of a file, bytes."""
 
     def preallocate(self, fd: int, nbytes: int) -> None:
-        """Extend the file to ``nbytes`` zeros, with its space reserved if possible."""
+        """Extend the file to ``nbytes`` bytes with zeros, and reserve its disk space if
+        possible."""
 
     def truncate(self, fd: int, nbytes: int) -> None: ...
 

@@ -62,7 +62,7 @@ class PackedRecord:
 
     @property
     def end(self) -> int:
-        """End of the record: its offset in the buffer, in bytes."""
+        """Offset of the end of the record in the buffer, bytes."""
         return self.start + (self.nbytes if self.page is None else BLOCK)
 
 
@@ -154,8 +154,8 @@ def finish_headers(
     """Fill in the headers of adjacent records. Returns the bytes to write, in pieces.
 
     Args:
-        ordinal: ordinal of the first record in its segment.
-        group: ordinal of the first record of the group.
+        ordinal: number of the first of these records in the segment, from 0.
+        group: number of the first record that becomes durable together with these records.
     """
     data, pieces = buffer.data, []
     begin = records[0].start

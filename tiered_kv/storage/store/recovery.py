@@ -84,6 +84,7 @@ class Recovery:
         """Load a segment of an earlier process.
 
         Raises:
+            UnknownCodecError: the codec of the segment is not available.
             FormatError: the segment is unusable.
             OSError: the disk failed.
         """

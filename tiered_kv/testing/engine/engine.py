@@ -37,14 +37,14 @@ class EngineSize:
 
 
 class Engine:
-    """The engine. Not thread-safe.
+    """A small inference engine. Not thread-safe.
 
     Args:
         clock: returns monotonic seconds.
 
     Attributes:
         offload: the connector's hooks. Set them before the first request.
-        waiting, running: requests in order.
+        waiting, running: requests in the order in which they are scheduled.
         loading: requests whose blocks are being loaded, by id.
     """
 

@@ -22,7 +22,7 @@ from .requests import Outcome, Request, State
 
 
 def read_facts(size: EngineSize) -> EngineFacts:
-    """Return the engine's configuration for both halves."""
+    """Return the engine's configuration, as both halves of the connector need it."""
     page = size.block_size * CELL
     layers = Placement(LAYERS, layer_stride=size.blocks * page, block_stride=page, offset=0)
     group = PageGroup(

@@ -46,7 +46,7 @@ class StepFigures:
         steps: number of steps.
         span_s: time that the steps cover, summed over the engines, seconds.
         prefill_tokens, decode_tokens: numbers of computed tokens.
-        levels: figures by field name.
+        levels: mean and peak of each field, by field name.
     """
 
     steps: int

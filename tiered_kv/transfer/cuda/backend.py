@@ -49,6 +49,7 @@ class CopyBy(Enum):
     FASTER = "faster"
     """Staged if a page is more than one run and the pool is pinned, otherwise by runs."""
     STAGED = "staged"
+    """Through a buffer in VRAM, so that whole pages cross the bus."""
     RUNS = "runs"
     """One copy per run, of any length."""
 
