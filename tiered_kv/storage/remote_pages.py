@@ -5,9 +5,9 @@ can touch a slot.
 
 Codec tables are kept in the remote store too, under the fingerprint of the pages that need them. A
 table is put before the pages that need it, and again periodically and if it is missing. Each reader
-reads it only once, so a store that evicts old values, or values not read for long, would otherwise
-keep the pages and evict the table. A missing table is requested only once in a while, not once for
-each page.
+reads a table only once, so a store that evicts old values, or values not read for long, would
+otherwise keep the pages and evict the table. A missing table is requested only once in a while, not
+once for each page.
 
 Values whose deletion the remote store did not confirm are deleted later, in the background. They
 may include values whose write was abandoned.

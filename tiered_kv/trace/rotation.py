@@ -25,8 +25,8 @@ def steps_of(path: Path) -> Path:
 
 
 def steps_to_read(path: Path) -> Path:
-    """Return the path of the newest file with a trace's steps. The trace's own newest file may be
-    compressed.
+    """Return the path of the newest file with a trace's steps, also if ``path`` names a compressed
+    file of the trace.
     """
     named = steps_of(path)
     return named if named.exists() else steps_of(_unpacked(path))

@@ -482,8 +482,8 @@ def folders_in(root: Path) -> list[Path]:
 
 
 def _first_free(root: Path) -> tuple[Path, int]:
-    """Lock the first folder of this host that no process uses. Returns the folder, and the
-    descriptor of its lock."""
+    """Lock the first of this host's folders that no process uses, and create it if necessary.
+    Returns the folder, and the descriptor of its lock."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())[:64] or "host"
     for number in itertools.count():
         folder = root / f"{host}.{number}"

@@ -157,9 +157,10 @@ class BundleHeader:
 
     Attributes:
         note_bytes: size of the note at the start of the first slot, bytes.
-        pages: number of pages in the note.
+        pages: number of pages that the note lists.
         slots: number of slots.
-        saved: ``saved`` of the newest page.
+        saved: time at which the newest page was known to be complete on every rank, nanoseconds
+            since 1970.
         digest: xxh3-128 of the note.
     """
 
