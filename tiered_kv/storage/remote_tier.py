@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 PROBE_PREFIX = b"tkv:probe:"
 PROBE_VALUES = 16
 PROBE_BYTES = 256 << 10
-"""Size of a value used to measure the link, bytes. Several values of about a page's size are
-used, so that latency has the same weight as for a context."""
+"""Size of a value used to measure the link, bytes. Several values of about a page's size are used,
+so that latency has the same weight as in a transfer of a context."""
 PROBE_S = 2.0
 ASSUMED_SPEED = DiskSpeed(read=1e8, write=1e8)
 """Assumed speed of a link that could not be measured, bytes per second: about 1 Gbit/s."""

@@ -50,7 +50,8 @@ class FileLayer(Protocol):
         are left out."""
 
     def free(self, folder: Path) -> int:
-        """Return the free bytes for files in the folder; 0 if the disk accepts no more files."""
+        """Return the number of bytes that are free for files in the folder; 0 if the disk accepts
+        no more files."""
 
     def open(self, path: Path, access: Access, *, direct: bool) -> int:
         """Open a plain file, following no link. ``direct`` bypasses the page cache (EINVAL where

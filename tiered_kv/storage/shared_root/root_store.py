@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 REFRESH_S = 0.5
 """Time for which the indexes count as current after they were read, seconds."""
 NOT_WRITABLE = (*FULL, errno.EROFS, errno.EACCES)
-"""Errors of a write that do not affect reads, which continue."""
+"""Errors of a write after which reads continue."""
 AHEAD = 8
 """Minimum number of values that the operating system is advised to read in advance."""
 

@@ -87,8 +87,8 @@ def _folders(parent: Path, name: re.Pattern[str], odd: dict[Path, str]) -> Itera
 
 
 def _entries(folder: Path, name: re.Pattern[str], odd: dict[Path, str]) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder whose names match, sorted by name; empty if the folder is
-    missing."""
+    """Return the entries of a folder whose names match, sorted by name. The result is empty if the
+    folder is missing, or if it cannot be read, which is recorded in ``odd``."""
     try:
         with os.scandir(folder) as entries:
             found = [entry for entry in entries if name.fullmatch(entry.name)]

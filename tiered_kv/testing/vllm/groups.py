@@ -23,7 +23,7 @@ class GroupSpec:
     Attributes:
         kind: KV type.
         block_size: tokens per block. States need the smallest block size, because vLLM splits
-            prefills at those blocks and caches the states there.
+            prefills at the ends of these blocks and caches the states there.
         span: length of the window or chunk, tokens; 0 for other kinds.
         state_bytes: size of a state, a multiple of 8; 0 uses three quarters of a page.
     """

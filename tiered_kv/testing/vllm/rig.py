@@ -39,7 +39,7 @@ class RigOptions(EngineSize):
         extra: the connector's settings; None for stock vLLM.
         check_kv: True to write and check KV, and to check fairness. False makes large engines fast:
             the model then generates the same tokens for every prompt.
-        in_job_order: True for ``ContinuumScheduler``.
+        in_job_order: True to use ``ContinuumScheduler``.
         configure: changes vLLM's configuration before it is used.
         tools: reads tool calls; None uses the connector's own reader.
         around: builds the engine's transfer configuration from the connector's, if the engine has

@@ -66,10 +66,10 @@ class MemoryListing:
 
 
 def list_memory(folder: Path) -> MemoryListing:
-    """List the memory files in a folder.
+    """Return the memory files in a folder, and the paths that were skipped.
 
     Raises:
-        ConfigError: the folder does not exist.
+        ConfigError: the path is not a folder.
         OSError: the folder cannot be read.
     """
     if not folder.is_dir():
