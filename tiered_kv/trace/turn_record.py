@@ -25,9 +25,10 @@ class StoryEnd(Enum):
     OVER = "over"
     """The client reported that no turn follows."""
     GIVEN_UP = "given_up"
-    """The job was silent for four hours, or longest when over 8,192 jobs were between turns."""
+    """The job was silent for four hours, or for longer than all other jobs when over 8,192 jobs
+    waited."""
     CLOSED = "closed"
-    """The engine stopped first."""
+    """The engine stopped before the gap ended."""
     NO_GAP = "no_gap"
     """The turn had no job or no KV, or another turn of the job was running."""
 
@@ -36,7 +37,7 @@ class PinEnd(Enum):
     """Reason for the end of a pin."""
 
     RETURNED = "returned"
-    """The job returned in time."""
+    """The job returned before the time limit."""
     EXPIRED = "expired"
     """The time limit was reached."""
     PRESSURE = "pressure"
@@ -104,7 +105,7 @@ class TurnTokens:
             lower tiers, including shared tiers.
         recomputed: prompt tokens that were computed.
         lost: lower bound of the ``recomputed`` tokens that were in the job's last context.
-        new: prompt tokens beyond that context.
+        new: prompt tokens beyond the job's last context.
     """
 
     prompt: int = 0
@@ -122,8 +123,8 @@ class WouldHave:
     """Part of ``recomputed`` that an engine in observe mode would have found in a tier.
 
     Attributes:
-        vram: under a pin of the job, or of a job with the same prefix.
-        cpu, ssd: in CPU memory, or in a lower tier.
+        vram: tokens under a pin of the job, or of another job with the same prefix.
+        cpu, ssd: tokens in CPU memory, or in a lower tier.
     """
 
     vram: int = 0
@@ -139,8 +140,8 @@ class PricedDecision:
         tier: ``pin``, ``cpu``, ``store`` (lower tiers) or ``drop``.
         gap_class: ``fast``, ``uncertain`` or ``slow``, if the policy has classes.
         ttl_s: the pin's time limit.
-        back_s: planned time of promotion, after the turn's end; None if promotion waits for the
-            next turn.
+        back_s: time of the planned promotion, after the turn's end; None if the promotion waits for
+            the next turn.
         q50_s, q90_s: quantiles of the forecast gap; None without a forecast, or beyond four hours.
         benefit_s: B, time saved by KV that is still in VRAM.
         restore_s: R, expected time of the cheapest restore.
@@ -183,7 +184,7 @@ class PinStory:
     Attributes:
         blocks: pinned VRAM blocks.
         held_s: duration of the pin.
-        end: reason for the pin's end.
+        end: reason for the pin's end; None without a pin.
     """
 
     blocks: int = 0
@@ -197,7 +198,7 @@ class PageMoves:
 
     Attributes:
         promoted, promoted_bytes: pages promoted for this turn, and their uncompressed size on one
-            rank.
+            rank, bytes.
         used: promoted pages that this turn was the first to restore.
         ahead: pages promoted in the gap.
         demoted: pages that the decision demoted.
@@ -223,7 +224,8 @@ class GapStory:
         end: event that ended the gap; left out for ``no_gap``.
         gap_s: length of the gap.
         in_vram: true if the job returned while pinned.
-        saved_s, cost_s: B if ``in_vram``; λ times the duration of the pin.
+        saved_s, cost_s: the decision's B if ``in_vram``, and the decision's λ times the duration of
+            the pin.
     """
 
     end: StoryEnd = StoryEnd.NO_GAP
@@ -261,7 +263,7 @@ _ROOM_OF = {
 }
 _PRICE = ("tier", "gap_class", "ttl_s", "benefit_s", "vram_price")
 _ROOMS = (_Room(96, 120, True), _Room(48, 48, True), _Room(24, 0, True), _Room(24, 0, False))
-"""Spaces that are tried in this order, until the record fits."""
+"""Limits on the texts of a record, tried in this order until the record fits into a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,9 +277,9 @@ class TurnRecord:
         parent: job whose agent started this agent.
         client: digest of the client's ``cache_salt``, which separates equal job names.
         replica: index among data-parallel engines.
-        turn: number of the turn in its job, from 1.
+        turn: number of the turn in the job, from 1.
         request: vLLM's request id.
-        arrived: arrival time, in seconds since the epoch.
+        arrived: arrival time, seconds since the epoch.
         finish: vLLM's finish status, or its request state when the engine stopped.
         tool: the tool that ran in the gap, from general to specific.
         hints: intent and outcome of the last four hints, such as ``pin accepted``.
@@ -363,13 +365,13 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
 
 
 def _first(story: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Return the value with at most ``most`` elements in each list, without empty lists."""
+    """Return ``story`` with at most ``most`` elements in each list, and without empty lists."""
     told = {name: one[:most] if isinstance(one, list) else one for name, one in story.items()}
     return {name: one for name, one in told.items() if one != []}
 
 
 def _cut_all(texts: Sequence[str], room: int) -> list[str]:
-    """Return the first texts that fit into ``room`` bytes. The last of them is cut."""
+    """Return the first texts that fit into ``room`` bytes. The last text is cut if necessary."""
     kept = list[str]()
     for text in texts:
         if room < _WORD_ROOM:

@@ -124,14 +124,19 @@ class TurnTable:
         return len(self.job)
 
     def __getitem__(self, name: str) -> Column:
-        """Return the column of a field."""
+        """Return the column of a field.
+
+        Raises:
+            KeyError: the table has no column for the field.
+        """
         return self._columns[name]
 
     def job_name(self, place: int) -> JobName:
-        """Return the job with an index of ``jobs``."""
+        """Return the identity of the job that has this index in ``jobs``."""
         return JobName(*self.jobs.of[place])
 
     def says(self, field: str, word: str | None) -> Column:
-        """Return a mask of the turns whose ``field`` has the value ``word``. Shape (turns,)."""
+        """Return a mask of the turns whose ``field``, a key of ``words``, has the value ``word``.
+        Shape (turns,)."""
         found: Column = self[field] == self.words[field].find(word)
         return found
