@@ -250,8 +250,8 @@ def folder_for_notes(folder: Path | None) -> Path | None:
 
 def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNotebook:
     """Open the first of a replica's notebooks that no other process has open. Returns a notebook
-    that stores nothing if ``folder`` is None, if the folder cannot be used (which is logged), or if
-    all ``MOST_BOOKS`` notebooks are in use.
+    that stores nothing if ``folder`` is None, or if no notebook can be opened, which is logged:
+    the folder cannot be used, or all ``MOST_BOOKS`` notebooks are in use.
 
     Args:
         folder: folder of the notebooks, which is created if missing; None for a notebook that
@@ -266,6 +266,7 @@ def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNoteboo
         for number in range(MOST_BOOKS):
             with contextlib.suppress(BlockingIOError, PermissionError):
                 return Notebook(folder / f"jobs-{replica}-{number}.jsonl", keep=keep)
+        raise BlockingIOError(f"all {MOST_BOOKS} files for them in {folder} are in use")
     except OSError as error:
         logger.warning(
             "cannot save jobs and learned forecasts, so they will be lost at a restart: %s", error
