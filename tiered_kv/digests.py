@@ -41,7 +41,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
-    """Return the hex digest of the names and contents of ``paths``, whatever their folders.
+    """Return the hex digest of the names and contents of ``paths``. Their folders do not matter.
 
     Args:
         paths: files, in a deterministic order.
@@ -73,7 +73,8 @@ def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
 
 
 def default_cache() -> Path:
-    """Path of the digest cache: ``$XDG_CACHE_HOME/tiered-kv/digests.json``."""
+    """Path of the digest cache: ``$XDG_CACHE_HOME/tiered-kv/digests.json``, or
+    ``~/.cache/tiered-kv/digests.json`` if the variable is not set."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tiered-kv" / "digests.json"
 

@@ -373,7 +373,8 @@ def size(text: str) -> int:
 
 
 def said(part: object) -> dict[str, object]:
-    """Convert a dataclass to JSON values, without fields that have their default."""
+    """Convert a dataclass to JSON values, with numbers rounded as by ``number``. Fields that have
+    their default, empty mappings and numbers that are not finite are omitted."""
     found = dict[str, object]()
     kind: Any = type(part)
     for name, default in _defaults(kind).items():

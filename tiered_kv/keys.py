@@ -42,8 +42,8 @@ class Fingerprint:
         cache_dtype: dtype of stored K and V, for example ``auto`` or ``fp8``.
         kv_scales: source of the scales of a quantized cache.
         config: the model's configuration as loaded, overrides included.
-        group: the pages' KV cache group.
-        block_size: tokens of a page.
+        group: index of the pages' KV cache group in the engine.
+        block_size: number of tokens per page.
         layout: description of a page's byte regions and their contents.
         ranks: number of tensor-parallel ranks that a page is divided among.
         hash_algorithm: vLLM's block hash function and its seed.

@@ -23,7 +23,7 @@ RANK_EVERY_S = 1.0
 """Minimum time between two rankings of the contexts, seconds."""
 AT_ONCE = 1024
 """Number of contexts revalued for one ranking, which takes a millisecond or two. If there are more
-contexts, they are revalued in turn."""
+contexts, each ranking revalues the next of them."""
 NOBODYS, HALF_S = 0.5, 30.0
 """``NOBODYS``: worth of a page that was just used and that no job waits for, as a fraction of the
 mean worth. ``HALF_S``: half-life of that worth, seconds. Most such pages belong to finished jobs,
@@ -35,7 +35,8 @@ MOST_BRANCHES = 16
 class ByWorth(EvictionOrder):
     """Evicts pages of the job that is least worth waiting for, the end of its context first.
 
-    - Superseded pages are evicted before all others.
+    - Superseded pages are evicted before all others. These are pages of contexts that a job left,
+      and that it is no longer expected to return to (see ``on_extended``).
     - A page of several jobs has the rank of the most valuable job, and is counted once.
     - Pages that only finished jobs had are evicted right after superseded pages.
     - Other pages that no job waits for (of running turns, prefixes that several jobs had, contexts
@@ -304,7 +305,8 @@ class ByWorth(EvictionOrder):
         self._free.update(self._pages(run, self.clock()))
 
     def _long_unused(self, runs: Sequence[Run], since: float) -> None:
-        """Move the pages of removed runs before all other pages outside contexts, last page first.
+        """Add the pages of removed runs to the eviction order, before all other pages outside
+        contexts, last page first.
 
         Args:
             since: when the job's gap started, which is when the pages were last used, seconds.
@@ -314,7 +316,8 @@ class ByWorth(EvictionOrder):
             self._unused.update(dict.fromkeys(pages, since))
 
     def _leave(self, context: Context, gone: Sequence[Run]) -> None:
-        """Remember pages that a job no longer has, and forget those that it has again."""
+        """Remember the pages that a job no longer has as branches, and forget the pages of earlier
+        branches that the job has again."""
         left = list[Branch]()
         for branch in context.left:
             back = sum(1 for _ in takewhile(self._tree.runs.__contains__, branch.keys))

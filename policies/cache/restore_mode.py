@@ -41,7 +41,8 @@ class FasterRestore:
         return RestoreMode.SYNC if sync_s <= async_s else RestoreMode.ASYNC
 
     def usable(self, tokens: int) -> int:
-        """Return how many of the ``tokens`` prompt tokens that were found are to be restored."""
+        """Return how many of ``tokens`` prompt tokens to restore, if the KV of all of them was
+        found. This class restores all."""
         return tokens
 
 

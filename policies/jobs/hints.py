@@ -1,8 +1,9 @@
 """Hints: what clients report about a turn. Input is untrusted.
 
 Hints are read in ``kv_transfer_params`` of the request's body, then in ``vllm_xargs``, which vLLM
-passes on as ``SamplingParams.extra_args``. The first usable value of each name counts. ``identity``
-finds the job, and ``kv_hints`` reads what the client wants done with its KV.
+passes on as ``SamplingParams.extra_args``. If several sources have usable values of a hint, the
+first is used. The module ``identity`` finds the job, and the module ``kv_hints`` reads the actions
+that the client requests for the job's KV.
 """
 
 from __future__ import annotations
@@ -113,5 +114,5 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "expected_tool_s": partial(real, most=MAX_EXPECTED_S),
 }
 
-# Answers contain tiered_kv: a client may legitimately send an answer's parameters back.
+# The kv_transfer_params of an answer contain tiered_kv, and a client may send them back.
 _KNOWN = PARAMS_FIELDS | FIELDS | {*_READERS, "tiered_kv"}

@@ -9,8 +9,9 @@ are each read from the first row of ``SOURCES`` that has them. Two further rules
   their jobs.
 - A ``job_id`` or ``program_id`` names a job completely, and nothing is added to it.
 
-``claim`` runs in the API server and reads what vLLM drops: headers and body fields. The middleware
-carries its result to the engine, where ``identify`` reads it with everything else.
+``claim`` runs in the API server, and reads the headers and body fields that vLLM drops. The
+middleware adds the result of ``claim`` to the request, and ``identify`` reads it in the engine,
+together with the ids that vLLM keeps.
 """
 
 from __future__ import annotations
@@ -367,7 +368,7 @@ class Identity(NamedTuple):
         agent: id of the agent in the session; None for the main agent and if unknown.
         parent: id of the job whose agent started this job's agent; None if unknown.
         follows: id of the response that this request continues; None without one.
-        carried: True if the middleware has read this request.
+        carried: True if the middleware added ids from headers or the body to this request.
         ignored: number of unusable ids.
     """
 

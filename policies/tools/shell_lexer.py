@@ -26,7 +26,7 @@ class Token(NamedTuple):
     Attributes:
         text: text without quotes, in which ``$()`` stands for each substitution.
         quoted: True if any part was quoted, so that the token is not a reserved word.
-        inner: scripts of the substitutions.
+        inner: scripts of the command substitutions in the token.
     """
 
     kind: Kind
