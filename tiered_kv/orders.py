@@ -29,7 +29,8 @@ class Outbox(list[T]):
 
 
 class OrderKind(Enum):
-    """Type of an order: its name in the status, and in the trace of steps."""
+    """Type of an order. The values are its name in the status and its name in the trace of
+    steps."""
 
     SAVE = "save", "save"
     LOAD = "restore", "load"

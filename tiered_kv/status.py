@@ -55,7 +55,13 @@ class Vram(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Cpu(JsonObject):
-    """The CPU tier. ``slots`` is 0 if the tier is disabled."""
+    """The CPU tier.
+
+    Attributes:
+        slots: number of slots; 0 if the tier is disabled.
+        bytes, used_bytes: size of all slots, and of the slots in use, over all ranks.
+        compressed_share: compressed pages, as a fraction of all pages.
+    """
 
     pages: int
     slots: int
@@ -112,8 +118,13 @@ class Tiers(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Pins(JsonObject):
-    """Pins between turns: the number of jobs with a pin, of their blocks, and of the blocks that
-    may be pinned."""
+    """Pins between turns.
+
+    Attributes:
+        jobs: number of jobs with a pin.
+        blocks: number of pinned blocks.
+        most_blocks: maximum number of blocks that may be pinned.
+    """
 
     jobs: int
     blocks: int
@@ -270,8 +281,9 @@ class JobKv(JsonObject):
     """The KV of a job.
 
     Attributes:
-        until: time at which its pin ends.
-        back_at: time at which its pages should be in CPU memory again.
+        until: time at which the job's pin ends; None without a pin.
+        back_at: time at which the job's pages should be in CPU memory again; None if they are not
+            scheduled for promotion.
     """
 
     where: Where
@@ -308,8 +320,9 @@ class JobStatus(JsonObject):
         number: position in the list of its engine's jobs.
         salted: True if its client uses a cache salt.
         turn: number of turns so far.
-        began: time at which its first turn arrived.
-        since: time at which its gap started, or at which the first of its live turns arrived.
+        began: time at which its first turn arrived; None if unknown.
+        since: time at which its gap started, or at which the first of its queued or running turns
+            arrived; None if unknown.
         forecast: quantiles of its open gap; None without a forecast.
         session, agent, parent: as in the trace (``tiered_kv.trace.turn_record``).
     """
@@ -333,7 +346,8 @@ class JobStatus(JsonObject):
 
     @property
     def expected_at(self) -> float | None:
-        """Median of the time at which the next turn arrives; None without a forecast."""
+        """Median forecast of the time at which the next turn arrives; None unless the job is
+        between turns and has a forecast of the median."""
         q50_s = self.forecast.q50_s if self.forecast is not None else None
         if self.state is not JobState.WAITING or self.since is None or q50_s is None:
             return None
@@ -422,6 +436,7 @@ class JobRestored(JsonObject):
 
     Attributes:
         cache_salt: the cache salt that the job's turns must send; None if none is needed.
+        ms: duration of the restore, milliseconds.
     """
 
     engine: int

@@ -3,8 +3,9 @@
     U(τ) = P(X <= τ) B - λ E[min(X, τ)]
 
 X is the gap, B the time that a pin saves if the job returns to it, and λ the price of a second in
-VRAM (``Costs.benefit_s`` and ``Costs.vram_price``). A pin is charged for the time that it is actually held. With λ = 1, U rises while the hazard rate of
-the job's return is at least 1/B. Continuum (arXiv 2511.02230) charges the whole τ instead.
+VRAM (``Costs.benefit_s`` and ``Costs.vram_price``). A pin is charged for the time that it is
+actually held. With λ = 1, U rises while the hazard rate of the job's return is at least 1/B.
+Continuum (arXiv 2511.02230) charges the whole τ instead.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def print_table(columns: Mapping[str, bool], rows: Iterable[Sequence[str]]) -> N
 @contextmanager
 def bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
     """Show a progress bar on standard error, if standard error is a terminal. Yields a function
-    that advances the bar by an amount; ``total`` completes it.
+    that advances the bar by an amount. The bar is complete when the amounts add up to ``total``.
     """
     progress = Progress(
         TextColumn("{task.description}"),

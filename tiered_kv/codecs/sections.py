@@ -63,6 +63,9 @@ class SectionsCodec:
 
         Args:
             page_format: format of the pages, or its outline.
+
+        Raises:
+            CodecError: the table is damaged, or belongs to pages of another format.
         """
         told = SectionTable.read(table)
         if page_format not in (told.page_format, told.page_format.outline):

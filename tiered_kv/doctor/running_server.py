@@ -194,7 +194,7 @@ def _parsed(page: str) -> list[Sample] | None:
 
 
 REQUESTS = "vllm:request_success_total"
-"""Number of requests that vLLM has answered."""
+"""Metric with the number of requests that vLLM has answered."""
 CACHE_CONFIG = "vllm:cache_config_info"
 """Metric whose labels are vLLM's cache settings."""
 DRAFTS = "vllm:spec_decode_num_drafts_total"

@@ -1,8 +1,9 @@
 """Address of a remote store, in the operator's format: ``valkey://[user:password@]host:port,…`` or
 ``file:///folder?gib=32``.
 
-The module also has the rendezvous hashing that maps a run to the same server on every machine with
-the same list of servers. When a server is added or removed, only its own runs move.
+The module also has the rendezvous hashing that maps a run (consecutive pages of a context) to the
+same server on every machine with the same list of servers. When a server is added or removed, only
+the runs of that server move.
 """
 
 from __future__ import annotations

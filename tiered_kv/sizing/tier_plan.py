@@ -50,7 +50,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """A tier.
+    """Capacity and restore time of one tier.
 
     Attributes:
         name: name of the tier.

@@ -17,8 +17,9 @@ to more than that command:
 
 If every command of a call was refused, a breaker opens for calls of its type: reads, writes or
 deletions. So a server that refuses writes is still read, and writes are tried once in a while,
-since it may be promoted, or have space again. ``CLUSTERDOWN`` opens none: during a failover, every
-node of a cluster returns it for a moment. After ``READONLY`` the server's name is resolved again,
+since it may be promoted, or have space again. ``CLUSTERDOWN`` opens no breaker, because during a
+failover every node of a cluster returns it for a moment. After ``READONLY`` the server's name is
+resolved again,
 because managed services move the name to the replica that they promote.
 
 The protocol is implemented here for speed and deadlines. Clients that return ``bytes`` copy
@@ -151,7 +152,8 @@ class _Calls(LoggedBreaker):
         return reply
 
     def answered(self) -> None:
-        """Record that all commands of a call were answered."""
+        """Record that all commands of a call were answered. Closes the breaker if the server
+        accepted a command, opens it if the server refused every command, and logs changes."""
         now = time.monotonic()
         if self._refused is None:
             if self._accepted:
@@ -230,7 +232,8 @@ class ValkeyClient:
         """Look up keys. Returns the result for each key; see ``RemoteStore``.
 
         Args:
-            asking: True if another node redirected these commands with ``ASK``; also below.
+            asking: True if another node redirected these commands with ``ASK``. ``get``, ``put``
+                and ``delete`` have the same argument.
         """
         return [
             found if not isinstance(found, int) else Outcome.HIT if found else Outcome.MISS
@@ -317,7 +320,7 @@ class ValkeyClient:
         return found
 
     def close(self) -> None:
-        """Close the connection. Idempotent; afterwards the server is down."""
+        """Close the connection. Idempotent. Later calls treat the server as down."""
         self._closed = True
         self._drop()
 
@@ -372,7 +375,8 @@ class ValkeyClient:
             raise
 
     def _lost(self, error: Exception) -> Outcome:
-        """Record that a call failed. Later calls use a new connection, if any."""
+        """Record that a call failed, close the connection, and return LATE or DOWN as the outcome
+        of the call. If the server was not called at all, only return DOWN."""
         if isinstance(error, _NotAskedError):
             return Outcome.DOWN
         late, now = isinstance(error, TimeoutError), time.monotonic()
