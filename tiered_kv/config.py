@@ -50,7 +50,7 @@ class EventConsumer(Enum):
     VLLM_ROUTER = "vllm-router"
     """vLLM's router: only pages that it credits correctly are reported."""
     OFF = "off"
-    """None: only vLLM's own events are published."""
+    """No consumer: only vLLM's own events are published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,14 @@ class TierConfig:
         remote: store that many machines share; None disables the tier.
         codec: codec of pages on SSD and in the remote store: ``auto``, ``raw``, ``zstd``,
             ``zstd:LEVEL``, ``centred``, or ``module:Class`` of another package.
-        io_threads: threads of each rank for pages on SSD; 0 derives it from the number of cores.
+        io_threads: number of threads per rank for pages on SSD; 0 derives the number from the
+            number of cores.
         policy: policy that chooses the tier of a finished turn's KV, by name or as
             ``module:Class``; ``none`` disables every tier.
         eviction: rule by which pages are evicted from CPU memory, by name or as ``module:Class``.
         pin_fraction: fraction of the VRAM blocks that may be pinned, 0 to 1.
-        admission: ``auto`` holds new jobs back while their working set does not fit; ``off`` does
-            not. Always ``off`` with a policy other than the default.
+        admission: ``auto`` holds new jobs back while their working set does not fit; ``off`` never
+            holds jobs back. Always ``off`` with a policy other than the default.
         admission_max_wait_s: wait after which a request precedes every later request, seconds.
         hide_restores: True to leave requests that wait for a restore out of vLLM's number of
             waiting requests. Needs ``ContinuumScheduler``.

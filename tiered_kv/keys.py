@@ -82,7 +82,7 @@ def page_keys(fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[PageKey
 
 
 def rekeyed(key: PageKey, fingerprint: bytes) -> PageKey:
-    """Return the key that the page of the same text has under another fingerprint."""
+    """Return the key that a page with the same block hash has under another fingerprint."""
     return PageKey(fingerprint + key[DIGEST_BYTES:])
 
 

@@ -1,4 +1,4 @@
-"""A group of pages: KV of one type, whose blocks have one geometry.
+"""A group of pages: KV of one type, whose blocks all have the same geometry.
 
 An engine has one group for each type of attention or state that it keeps. All groups share the
 block ids of VRAM and the slots of the CPU pool. A page takes a whole slot, even if it is smaller
@@ -9,7 +9,7 @@ The reach of an attention type comprises the earlier tokens whose KV the next to
 A hit of N tokens needs only the blocks that contain the next token's reach. vLLM calls the tokens
 before the reach skipped, and has no blocks for them.
 
-The layout of a page is the byte regions of a block, and their order in a slot.
+The layout of a page comprises the byte regions of a block, and their order in a slot.
 
 A block of VRAM is scattered over the engine's allocation. A slot of the CPU pool is one run of
 bytes. ``PageLayout`` maps one to the other. It is independent of the meaning of the bytes, so it

@@ -88,7 +88,7 @@ def check_owner(path: Path) -> None:
     target are checked.
 
     Raises:
-        PermissionError: another user may have created it.
+        PermissionError: another user may have created the folder or file.
         OSError: the path is missing, or cannot be examined.
     """
     link, there = path.lstat(), path.stat()

@@ -206,7 +206,7 @@ class EngineStatus(JsonObject):
     """The status of an engine.
 
     Attributes:
-        engine: rank of the engine.
+        engine: data-parallel rank of the engine.
         transfers: orders in flight, by type.
         counters: totals since the engine started, as in ``/metrics``.
     """
@@ -281,7 +281,8 @@ class JobKv(JsonObject):
     """The KV of a job.
 
     Attributes:
-        until: time at which the job's pin ends; None without a pin.
+        until: time at which the job's pin ends; None without a pin, and while a turn of the job
+            runs.
         back_at: time at which the job's pages should be in CPU memory again; None if they are not
             scheduled for promotion.
     """
@@ -303,7 +304,14 @@ class Quantiles(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class JobDecision(JsonObject):
-    """The last decision for a job."""
+    """The last decision for a job.
+
+    Attributes:
+        tier: tier of the decision.
+        ttl_s: maximum duration of the pin, seconds; 0 without a pin; None if unlimited, or if the
+            server does not report it.
+        gap_class: class of the gap; None for policies without classes.
+    """
 
     renamed: ClassVar[Mapping[str, str]] = {"gap_class": "class"}
     tier: str
@@ -320,9 +328,9 @@ class JobStatus(JsonObject):
         number: position in the list of its engine's jobs.
         salted: True if its client uses a cache salt.
         turn: number of turns so far.
-        began: time at which its first turn arrived; None if unknown.
+        began: time at which its first turn arrived; None if the server does not report it.
         since: time at which its gap started, or at which the first of its queued or running turns
-            arrived; None if unknown.
+            arrived; None if the job is silent.
         forecast: quantiles of its open gap; None without a forecast.
         session, agent, parent: as in the trace (``tiered_kv.trace.turn_record``).
     """
@@ -408,7 +416,8 @@ class SnapshotMade(JsonObject):
     """The answer to a request for a snapshot.
 
     Attributes:
-        tokens, kv_tokens: number of tokens of the job's context, and number of those that have KV.
+        tokens, kv_tokens: number of tokens of the job's context, and number of these tokens that
+            have KV.
         stored_bytes, shared_bytes: size of all pages of the snapshot, and of its pages that other
             snapshots already had.
         name: name of the snapshot in the server's folder; None once the command has moved it to

@@ -1,5 +1,5 @@
-"""The working set of jobs: a new job may start if its working set fits next to those already
-started.
+"""Projection of the blocks that jobs need at the same time, their working set. A new job may start
+if its blocks fit next to the blocks of the jobs that have already started.
 
 vLLM admits every request that finds free blocks. With more jobs than fit, each job's KV is evicted
 before its next turn, all jobs recompute their contexts, and none finishes. So a new job waits until
@@ -45,8 +45,8 @@ GROWTH_DECAY = 0.98
 """Factor by which the weight of an observed growth, or of an observed time between turns, decays
 with each later observation."""
 MOST, LEAST = 1.25, 0.5
-"""Bounds of the fraction of the pool that may be committed to jobs. The fraction exceeds 1 if
-forecasts proved higher than what jobs then used."""
+"""Upper and lower bound of the fraction of the pool that may be committed to jobs. The fraction
+exceeds 1 if jobs used fewer blocks than forecast."""
 UP = 1.001
 """Factor applied to the fraction of the pool that may be committed, for each second in which a job
 is held back despite free blocks."""
@@ -216,7 +216,7 @@ class Demand:
         return row
 
     def _fill(self, rows: Array, demands: JobDemand | Array) -> None:
-        """Compute the rows of ``demands`` into ``rows``."""
+        """Compute the rows of ``demands``, and write them to ``rows``."""
         blocks, grows, left, weight, chance, shared = demands
         there = self._stays(left) >= self._moments
         whole = (blocks + grows * np.minimum(left, self._moments)) * there
@@ -328,10 +328,10 @@ class Overcommit:
     """Fraction of the pool that may be committed to jobs.
 
     The fraction starts at 1. When a job returns and part of its context was evicted, the fraction
-    falls by the size of that part relative to the pool. Contexts that are found whole raise the
-    fraction towards 1: those whose sizes add up to the pool close about 1 - 1/e of the distance. So
-    the fraction settles where gains and losses are equal. Jobs that are held back despite free
-    blocks raise it slowly, above 1 if necessary.
+    falls by the size of that part relative to the pool. Contexts that are found complete raise the
+    fraction towards 1: together, contexts with as many blocks as the pool close about 1 - 1/e of
+    the distance to 1. So the fraction settles where gains and losses are equal. Jobs that are held
+    back despite free blocks raise it slowly, above 1 if necessary.
     """
 
     def __init__(self) -> None:
@@ -377,8 +377,8 @@ class FairShare:
         because another client may arrive at any time.
 
         Args:
-            waiting: expected demand of each client's unpinned jobs between turns; includes clients
-                whose jobs have none.
+            waiting: expected demand of each client's unpinned jobs between turns. Clients that only
+                have other jobs are included with no demand.
             room: size of VRAM, and of VRAM and CPU memory together, blocks.
         """
         clients = max(2, len(waiting))

@@ -1,7 +1,8 @@
 """The default eviction rule: pages of the job that is least worth waiting for are evicted first.
 
-Pages have equal sizes, so value per byte is value per page: the probability that the job returns
-for the page before it would be evicted anyway, times the prefill time that it saves.
+Pages have equal sizes, so the value per byte is proportional to the value of a page: the
+probability that the job returns before the page would be evicted anyway, times the prefill time
+that the page saves.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class ByWorth(EvictionOrder):
     Args:
         clock: monotonic seconds.
         most_pages: maximum number of pages in all contexts, and also in all branches that jobs
-            left. Beyond it, the job that has been idle for longest is forgotten, or its branches.
+            left. If contexts have more pages, the job that has been idle for longest is forgotten.
+            If branches have more pages, the branches of the job that left its branches first are
+            forgotten.
     """
 
     rank_every_s: ClassVar[float] = RANK_EVERY_S

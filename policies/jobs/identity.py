@@ -35,7 +35,8 @@ characters."""
 INFERRED_PREFIX = "(inferred) "
 """Prefix of the names of inferred jobs, which clients may not use."""
 CLIENT = "client"
-"""Field of ``kv_transfer_params`` in which the middleware carries a ``Claim``."""
+"""Field of ``kv_transfer_params`` in which the middleware passes the ids of a ``Claim`` to the
+engine."""
 
 _DIGEST_PREFIX = "(sha256) "
 _OWN, _AGENT = "/session:", "/agent:"

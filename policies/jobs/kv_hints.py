@@ -414,9 +414,10 @@ def _left(left: int, values: object, what: str, most: int) -> int:
 # -- requests -----------------------------------------------------------------------------
 
 CARRIED = "client_hints"
-"""Field of ``kv_transfer_params`` in which the middleware carries what ``stated`` returns."""
+"""Field of ``kv_transfer_params`` in which the middleware passes the result of ``stated`` to the
+engine."""
 RETENTION = "prompt_cache_retention"
-"""Field of a body in OpenAI's API that requests a longer retention."""
+"""Body field of OpenAI's API that requests a longer retention."""
 CACHE_CONTROL, PRIORITY = "cache_control", "nvext.agent_hints"
 DEFAULT_TTL = "5m"
 """Time that Anthropic's ``cache_control`` requests by default."""

@@ -304,7 +304,7 @@ class Lineage:
         its answer repeated in the prompt.
 
         If several turns remain, jobs that have waited much longer than the others are excluded,
-        because they are less likely to return at all. Of the other jobs, the one that has waited
+        because they are less likely to return at all. Of the other jobs, the job that has waited
         longest is chosen.
         """
         common = [_common_tokens(turn.rest + turn.answer, behind) for turn in twins]

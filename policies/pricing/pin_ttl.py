@@ -68,7 +68,8 @@ def saved_per_second(forecast: Forecast, costs: Costs, wait_s: float) -> float:
 def held_up(
     copy_s: float, recompute_s: float, *, wait_s: float, survival: float, running: int
 ) -> float:
-    """Return the number of requests that lose B without a pin, including the job's own.
+    """Return the effective number of requests that lose B without a pin: the time that all requests
+    lose together, divided by the time that the job's own request loses.
 
     Recomputing KV also delays every other request of the batch. Waiting and copying delay only the
     job's own request.

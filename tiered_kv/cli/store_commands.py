@@ -1,4 +1,4 @@
-"""``tiered-kv store``: list, count, verify, delete and export pages on SSD."""
+"""``tiered-kv store``: list, count, verify, delete and export the stores of pages on SSD."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class PageFormat:
 
 
 def check_size(page: Bytes, page_format: PageFormat) -> None:
-    """Check the size of a page, on which later code relies.
+    """Check that a page has the size of its format.
 
     Raises:
         ValueError: the size is not the page size of this format.
@@ -182,8 +182,8 @@ class Codec(Protocol):
     def encode(self, page: Bytes) -> EncodedPage:
         """Encode ``page_bytes`` bytes of any content.
 
-        The result is larger than the page by at most 1/64 of it plus 4 KiB. It does not alias the
-        page, which may change after the call, unless the codec stores in place.
+        The result is larger than the page by at most 1/64 of the page size plus 4 KiB. The result
+        does not alias the page, which may change after the call, unless the codec stores in place.
         """
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:

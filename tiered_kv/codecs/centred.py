@@ -3,8 +3,8 @@
 An element's magnitude is similar in one channel (a layer's K or V, a head, a
 dimension) for all tokens, and its mantissa is noise. So ``symbols`` splits each element into
 a symbol and a rest. Symbols, minus the centre of their channel, are compressed with zstd's
-Huffman stage, and the rest is stored uncompressed. Lossless for any content: only the size depends
-on how well the centres fit.
+Huffman stage, and the rest is stored uncompressed. The codec is lossless for any content: only the
+size depends on how well the centres fit.
 
 A page contains layers, heads, tokens and dimensions in an order that is not known here. It is
 treated as a row of *stripes*, each an array [outer, tokens, inner] of elements, in which

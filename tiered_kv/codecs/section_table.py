@@ -1,6 +1,7 @@
 """The table of the sections codec. It lists a page's sections, which a segment's header does not.
 
-With it, a reader that knows only the page size can decode pages. The layout (little-endian):
+With the table, a reader that knows only the page size can decode pages. Layout of the table
+(little-endian):
 
     offset  bytes  field
     0       4      magic b"TKVS"

@@ -81,7 +81,7 @@ def decode(element: ElementType, encoded: EncodedPage, centres: Bytes, out: Byte
     """Decode the page into ``out``.
 
     Raises:
-        CodecError: the bytes are not a page of that type and that many elements.
+        CodecError: the bytes are not a page of type ``element`` with one element per centre.
     """
     if element is ElementType.FP32:
         _decode_fp32(encoded, centres, out)
@@ -154,7 +154,8 @@ def _decode_fp32(encoded: EncodedPage, centres: Bytes, out: Bytes) -> None:
 
 
 def _frames(frame: Bytes) -> tuple[int, list[Bytes]]:
-    """Parse a frame of fp32. Returns the compressed planes, and the frames of symbols and planes.
+    """Parse the frame of an fp32 page. Returns a bit mask of the compressed planes, and the zstd
+    frames of the symbols and of these planes.
 
     Raises:
         CodecError: the sizes do not match the frame.

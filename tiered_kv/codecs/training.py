@@ -19,7 +19,8 @@ class CodecTraining:
 
     Attributes:
         codec: codec of new pages.
-        wanted: True until the codec is trained, if it wants training.
+        wanted: True until training has been tried or a trained codec was adopted; False from the
+            start if the codec does not want training.
     """
 
     def __init__(self, codec: Codec) -> None:

@@ -105,7 +105,8 @@ def check_cold_pages(seen: Mapping[str, float]) -> Finding:
 
 
 def _turned_off(config: TierConfig) -> str | None:
-    """Return the setting that disables compression; None if compression is enabled."""
+    """Return the setting that disables compression, with its effect in words; None if compression
+    is enabled."""
     settings = {
         "TIERED_KV_CPU_GIB=0: there is nothing to compress": config.cpu_gib == 0,
         "TIERED_KV_CODEC=raw: pages in CPU memory stay uncompressed": config.codec == "raw",

@@ -228,7 +228,7 @@ FAILURES: Mapping[str, str] = {
 
 
 def check_server(url: str) -> Iterator[Finding]:
-    """Check the server at this address. Yields the findings."""
+    """Check that the server at this address is up, and check its metrics. Yields the findings."""
     try:
         base = base_of(url)
         fetch(f"{base}/health")
