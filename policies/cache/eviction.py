@@ -76,7 +76,7 @@ class ByWorth(EvictionOrder):
         self._several: set[PageKey] = set()  # in no context now, formerly in several
         self._left: dict[Context, None] = {}  # contexts that left branches, oldest first
         self._left_pages = 0  # pages in these branches
-        self._ranking: list[Context] = []  # first to be evicted first
+        self._ranking: list[Context] = []  # in eviction order
         self._rank = 0
         self._passed = 0  # contexts at the head of the ranking without pages left
         self._ranked_at = -math.inf

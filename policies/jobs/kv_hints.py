@@ -136,7 +136,7 @@ class HintResult:
 
 _INTENTS = {
     **{intent.value: intent for intent in Intent},
-    "fetch": Intent.PREFETCH,  # vLLM's name; its source is not needed: shared tiers are known
+    "fetch": Intent.PREFETCH,  # vLLM's name. The engine finds the tier itself
     "evict": Intent.RELEASE,  # drafts of vLLM and Dynamo
     "deref": Intent.RELEASE,  # SGLang's draft
 }
@@ -191,7 +191,7 @@ class HintReader:
         for at, action in enumerate(actions):
             self._left -= 1
             if self._left < 0:
-                if self._left == -1:  # one result for all of the rest
+                if self._left == -1:  # one result for all other actions
                     self._read(ValueError(f"only the first {MAX_ACTIONS} actions are read"), at, "")
                 break
             note = self._read(action, at, note)

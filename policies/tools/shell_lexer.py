@@ -99,7 +99,7 @@ class _Word:
 
     def substitute(self, text: str, start: int, opening: str) -> int:
         script, end = _substitution(text, start, opening == "`")
-        if script and not script.startswith("("):  # arithmetic
+        if script and not script.startswith("("):  # otherwise arithmetic
             self.inner.append(script)
         self.pieces.append(SUBSTITUTED)
         return end

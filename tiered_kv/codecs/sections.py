@@ -106,7 +106,7 @@ class SectionsCodec:
             if isinstance(codec, CentredCodec):
                 stored = codec.encode(part, planes[at:])
             else:
-                stored = codec.encode(part)  # without a plane
+                stored = codec.encode(part)  # zstd stores no plane
             sizes += SIZES.pack(stored.plane.nbytes, stored.frame.nbytes)
             frames.append(stored.frame)
             at += stored.plane.nbytes

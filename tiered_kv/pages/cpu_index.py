@@ -56,7 +56,7 @@ class Turnover:
         """
         now = self._clock()
         if now - self._measured_at >= STAY_EVERY_S:
-            rate = (taken - self._before) / (now - self._measured_at)  # 0 at first
+            rate = (taken - self._before) / (now - self._measured_at)  # 0 in the first call
             self._per_s += 0.5 * (rate - self._per_s)
             self._before, self._measured_at = taken, now
         return self._per_s

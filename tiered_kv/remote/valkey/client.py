@@ -19,8 +19,7 @@ If every command of a call was refused, a breaker opens for calls of its type: r
 deletions. So a server that refuses writes is still read, and writes are tried once in a while,
 since it may be promoted, or have space again. ``CLUSTERDOWN`` opens no breaker, because during a
 failover every node of a cluster returns it for a moment. After ``READONLY`` the server's name is
-resolved again,
-because managed services move the name to the replica that they promote.
+resolved again, because managed services move the name to the replica that they promote.
 
 The protocol is implemented here for speed and deadlines. Clients that return ``bytes`` copy
 each value once more, and limit the time of a read, not of a call. Reading 64 values of 1 MiB into
@@ -28,7 +27,7 @@ given buffers, from Valkey 9.1 on loopback on two busy cores of an AMD EPYC, med
 
 | client | GiB/s | CPU seconds per GiB |
 |---|---|---|
-| this one | 1.34 | 0.19 |
+| this client | 1.34 | 0.19 |
 | valkey-py 6.2 with libvalkey, pipelines of 8 | 1.04 | 0.27 |
 | redis-py 8.1 with hiredis, pipelines of 8 | 0.94 | 0.32 |
 | valkey-py 6.2 alone, pipelines of 8 | 0.40 | 1.07 |
@@ -84,8 +83,9 @@ Answer: TypeAlias = Outcome | Route
 
 
 def _redirect(error: ServerError, asked: Server) -> Route | None:
-    """Parse ``MOVED slot host:port`` and ``ASK slot host:port``. A node that does not know its own
-    host leaves it out."""
+    """Return the route in an error of the form ``MOVED slot host:port`` or ``ASK slot host:port``;
+    None for other errors. A node that does not know its own host leaves it out, so the host of
+    ``asked`` is used."""
     with suppress(ValueError):
         code, _, place = str(error).split(" ")
         host, _, port = place.rpartition(":")
@@ -118,7 +118,7 @@ class _Calls(LoggedBreaker):
         self._accepted = False
 
     def lets_through(self, now: float) -> bool:
-        """Return True if a call may be made. If so, start to record the answers of the call."""
+        """Return True if a call may be made. Clears the record of the previous call's answers."""
         self._refused, self._accepted = None, False
         return super().lets_through(now)
 

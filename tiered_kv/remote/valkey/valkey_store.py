@@ -132,7 +132,7 @@ class ValkeyStore:
         self._owners: list[Server | None] | None = None  # by slot; None without a cluster
         self._detected = self._outdated = self._closed = False
         self._refresh_at = 0.0
-        self._asked: Server | None = None  # whose reply listed the owners
+        self._asked: Server | None = None  # server whose reply listed the owners
         self._complaint = Complaint()
         self._keep_clients(address.servers)
 
