@@ -10,7 +10,8 @@ import math
 from collections import deque
 
 WINDOW = 100
-"""Number of turns, of those whose KV had left VRAM, over which T is averaged, as in Continuum."""
+"""Number of turns over which T is averaged, as in Continuum. Only turns whose KV had left VRAM
+count."""
 PREFILL_DECAY = 0.98
 """Factor by which the weight of a measured prefill decays with each later prefill."""
 SURVIVAL_STEP = 0.2

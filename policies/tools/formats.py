@@ -143,8 +143,8 @@ def _read_hermes(text: str) -> Iterator[RawCall]:
 
 def _read_function_tags(text: str) -> Iterator[RawCall]:
     """Read the format of SWE-agent and Qwen3-coder,
-    ``<function=f><parameter=k>v</parameter></function>``, and that of Llama 3.1, which has JSON
-    inside the function tag."""
+    ``<function=f><parameter=k>v</parameter></function>``, and the format of Llama 3.1, which has
+    JSON inside the function tag."""
     for block in _between(text, "<function=", "</function>"):
         name, _, body = block.partition(">")
         if not _NAME.fullmatch(name.strip()):
@@ -170,8 +170,8 @@ _ATTRIBUTE = re.compile(r"""\s*["']?([\w./:-]{1,128})""")
 
 def _read_invokes(text: str) -> Iterator[RawCall]:
     """Read the format of MiniMax-M2,
-    ``<invoke name="f"><parameter name="k">v</parameter></invoke>``, and that of DeepSeek V3.2,
-    which adds a prefix to every tag."""
+    ``<invoke name="f"><parameter name="k">v</parameter></invoke>``, and the format of DeepSeek
+    V3.2, which adds a prefix to every tag."""
     for block in _between(text.replace(_DSML, ""), "<invoke name=", "</invoke>"):
         name = _ATTRIBUTE.match(block)
         if not name:

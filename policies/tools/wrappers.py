@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LONGEST_S = 7 * 86_400.0
-"""Maximum duration, seconds. Longer durations, such as that of ``sleep infinity``, are reduced to
-it."""
+"""Maximum duration, seconds. Longer durations, and ``infinity``, are reduced to this maximum."""
 
 SOME_TIMES = 10
 """Assumed number of runs of a command if a script does not specify it."""

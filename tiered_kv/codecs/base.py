@@ -253,7 +253,7 @@ class CodecClass(Protocol):
 
 
 def refuse_table(codec_id: int, table: bytes) -> None:
-    """Check that no table is stored for a codec that has none.
+    """Check that no table is stored for a codec without a table.
 
     Raises:
         CodecError: the table is not empty.

@@ -40,8 +40,8 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """Servers and their credentials, or a folder. The results of ``str`` and ``repr`` do not include
-    the password.
+    """Servers and their credentials, or a folder. The results of ``str`` and ``repr`` do not
+    include the password.
 
     Attributes:
         servers: the servers, or nodes of a cluster; empty for a folder.
