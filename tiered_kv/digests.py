@@ -80,7 +80,7 @@ def default_cache() -> Path:
 
 
 def digest_file(path: Path) -> str:
-    """Return the hex digest of a file's contents."""
+    """Return the hex digest of a file's contents. Raises OSError if the file cannot be read."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):

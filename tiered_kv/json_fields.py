@@ -360,7 +360,11 @@ class Fields:
         **more: Limits.kwargs,
     ) -> Value:
         """Remove a required field, and return what ``check`` returns for its value. Further
-        arguments are passed to ``check`` as its limits."""
+        arguments are passed to ``check`` as its limits.
+
+        Raises:
+            ValueError: the field is missing or was already taken, or ``check`` rejects its value.
+        """
         if name not in self._left:
             raise ValueError(f"missing field: {name}")
         try:

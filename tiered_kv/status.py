@@ -108,7 +108,11 @@ class Tiers(JsonObject):
 
     @classmethod
     def from_json(cls, found: object) -> Self:
-        """Read the tiers from a list."""
+        """Read the tiers from a list, in any order.
+
+        Raises:
+            ValueError: the list is not a list of objects, or a tier is missing or invalid.
+        """
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
             raise ValueError("the value is not a list of objects")
         lower = [one for one in found if one.get("tier") not in ("vram", "cpu")]
@@ -379,7 +383,11 @@ class Cursor(JsonObject):
 
     @classmethod
     def from_json(cls, found: object) -> Self:
-        """Read the cursor from a text."""
+        """Read the cursor from a text such as "0.57".
+
+        Raises:
+            ValueError: the value is not such a text.
+        """
         matched = _CURSOR.fullmatch(found) if isinstance(found, str) else None
         if matched is None:
             raise ValueError("the value is not a position in a list of jobs")

@@ -252,7 +252,8 @@ class _Ids:
             return None
 
     def agent(self, value: object) -> str | None:
-        """Return ``value`` as an agent's id, as ``usable`` does; empty for a main agent."""
+        """Return ``value`` as an agent's id; empty for a main agent; None, as in ``usable``, if
+        ``value`` is None or unusable."""
         return "" if value in _MAIN_AGENTS else self.usable(value)
 
     def read(self, row: _Row, values: Mapping[Any, Any]) -> None:

@@ -135,8 +135,8 @@ def _shell_use(command: str, arguments: Mapping[str, object]) -> ToolUse:
 
 
 def _slowest(script: Script) -> tuple[Segment, Rule | None]:
-    """Return the segment that takes longest, and a rule for the duration of the whole script,
-    because segments run one after another."""
+    """Return the segment that takes longest, and a rule for the duration of the whole script, whose
+    segments run one after another. The rule is None if the duration of that segment is unknown."""
     slowest, slowest_s, total_s = script.segments[0], -1.0, OVERHEAD_S
     for segment in script.segments:
         rule = known_command(segment.words).rule

@@ -119,7 +119,8 @@ def check_size(page: Bytes, page_format: PageFormat) -> None:
 
 
 def _joined(sections: Iterable[Section]) -> tuple[Section, ...]:
-    """Return the sections without empty ones, with adjacent sections of the same type merged."""
+    """Return the sections without empty ones, with adjacent sections of the same type merged.
+    Raises ValueError if a section has a negative size."""
     full = [section for section in sections if section.nbytes]
     if any(section.nbytes < 0 for section in full):
         raise ValueError("a section cannot have a negative size")

@@ -62,7 +62,7 @@ class SectionTable:
     parts: Sequence[StoredPart]
 
     def pack(self) -> bytes:
-        """Serialize the table."""
+        """Return the table as bytes, in the format of the module docstring."""
         of, parts = self.page_format, self.parts
         part_of = {number: i for i, part in enumerate(parts) for number in part.sections}
         head = (MAGIC, VERSION, 0, len(parts), of.tokens, of.page_bytes, len(of.sections))

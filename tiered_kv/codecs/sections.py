@@ -169,7 +169,8 @@ class SectionsCodec:
 
 
 def divide(page_format: PageFormat) -> Iterator[tuple[int, ...]]:
-    """Divide the sections of a page into parts of one type each."""
+    """Divide the sections of a page into parts of one type each. Yields the indices of the sections
+    of each part, which has at least ``PART_BYTES`` unless it is the last part of its type."""
     open_parts: dict[ElementType, list[int]] = {}
     sizes: dict[ElementType, int] = {}
     for number, section in enumerate(page_format.sections):

@@ -205,7 +205,8 @@ _scratch = Scratch()
 
 @cache
 def kernels() -> ModuleType:
-    """Import the kernels on first use: see ``planes``."""
+    """Return the module ``planes``. It is imported on first use, because importing it takes
+    time."""
     from . import planes
 
     return planes

@@ -175,7 +175,8 @@ def unreadable_lines(page: str) -> list[str]:
 
 
 def _samples(page: str) -> list[Sample]:
-    """Return the samples of a page that have a finite value."""
+    """Return the samples of a page that have a finite value. Lines that cannot be parsed are left
+    out. Raises UnreachableError if no line can be parsed as a metric."""
     found = _parsed(page)
     if found is None:
         by_line = map(_parsed, page.split("\n"))
@@ -293,7 +294,7 @@ def check_ids(found: Mapping[str, float], *, has_routes: bool) -> Finding:
 def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
     """Check whether a server with speculative decoding is affected by a defect of vLLM itself. With
     prefix caching of states (Mamba, linear attention), the output can be wrong, with or without the
-    connector.
+    connector. Yields a warning if the server is affected.
 
     Args:
         caches: vLLM's cache settings, for each engine.
@@ -310,7 +311,7 @@ def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
 
 
 def check_block_size(caches: Iterable[Mapping[str, str]], max_len: int) -> Iterator[Finding]:
-    """Check whether longer blocks would suit the server's contexts better.
+    """Check whether longer blocks would suit the server's contexts better. Yields a warning if so.
 
     Args:
         caches: vLLM's cache settings, for each engine.

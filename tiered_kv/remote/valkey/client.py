@@ -243,7 +243,8 @@ class ValkeyClient:
     def get(
         self, names: Sequence[bytes], buffer: memoryview, deadline: float, asking: bool = False
     ) -> Iterator[tuple[int, Answer, int]]:
-        """Read values into the buffer; see ``RemoteStore``. Yields index, result and length."""
+        """Read values into the buffer; see ``RemoteStore``. Yields for each key its index, the
+        result, and the length of the value in bytes, which is 0 without a value."""
         at = asked = 0
         try:
             connection = self._connected(deadline, self._reads)
@@ -435,8 +436,9 @@ class _NotAskedError(Exception):
 
 
 def _let_in(connection: Connection) -> None:
-    """Read the reply to a password. Errors other than a refusal are not passed on literally,
-    because a server that does not know the command may repeat the password."""
+    """Read the reply to a password. Raises ServerError if the server does not accept the password.
+    Messages of errors other than a refusal are replaced, because a server that does not know the
+    command may repeat the password."""
     try:
         connection.replies.status()
     except ServerError as error:

@@ -44,7 +44,8 @@ class ServerError(Exception):
 
 
 class Replies:
-    """Reads a server's replies from a connection.
+    """Reads a server's replies from a connection. All methods that read raise ServerError for an
+    error reply, ProtocolError for any other unexpected reply, and the errors of ``receive``.
 
     Args:
         receive: receives at least one byte into memory and returns the number of bytes, or raises

@@ -170,14 +170,14 @@ class ValkeyStore:
                 ) from error
 
     def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
-        """See ``RemoteStore``."""
+        """Look up values on their servers; see ``RemoteStore.exists``."""
         found: list[Answer] = [self._prepare(deadline)] * len(keys)
         for batch in self._batches(keys, found, deadline):
             batch.keep(batch.client.exists(batch.names, batch.until, batch.asking), found)
         return [Outcome.MISS if isinstance(one, Route) else one for one in found]
 
     def get(self, keys: Sequence[RemoteKey], buffer: memoryview, deadline: float) -> Iterator[Got]:
-        """See ``RemoteStore``."""
+        """Read values from their servers, one server after another; see ``RemoteStore.get``."""
         found: list[Answer] = [self._prepare(deadline)] * len(keys)
         left = set(range(len(keys)))
         for batch in self._batches(keys, found, deadline):
@@ -193,7 +193,7 @@ class ValkeyStore:
             yield Got(at, Outcome.MISS if isinstance(answer, Route) else answer)
 
     def put(self, values: Sequence[tuple[RemoteKey, Parts]], deadline: float) -> list[Outcome]:
-        """See ``RemoteStore``."""
+        """Store values on their servers; see ``RemoteStore.put``."""
         found: list[Answer] = [self._prepare(deadline)] * len(values)
         for batch in self._batches([key for key, _ in values], found, deadline):
             some = [(name, values[at][1]) for at, name in zip(batch.mine, batch.names, strict=True)]
@@ -201,14 +201,14 @@ class ValkeyStore:
         return [Outcome.REFUSED if isinstance(one, Route) else one for one in found]
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
-        """See ``RemoteStore``."""
+        """Delete values on their servers; see ``RemoteStore.delete``."""
         found: list[Answer] = [self._prepare(deadline)] * len(keys)
         for batch in self._batches(keys, found, deadline):
             batch.keep(batch.client.delete(batch.names, batch.until, batch.asking), found)
         return all(one is Outcome.MISS for one in found)
 
     def close(self) -> None:
-        """See ``RemoteStore``."""
+        """Close the connections to all servers; see ``RemoteStore.close``."""
         self._closed = True
         self._keep_clients(())
 
@@ -259,7 +259,8 @@ class ValkeyStore:
         return names, routes
 
     def _place(self, run: bytes) -> tuple[bytes, Server | None]:
-        """Return the prefix of the run's names, and its server."""
+        """Return the prefix of the names of the run's keys, and the server of the run; None as the
+        server if no node of the cluster has the run's slot."""
         if self._owners is None:
             return b"", self._address.servers[server_of(run, self._labels)]
         tag = tag_of(run)
