@@ -50,7 +50,7 @@ class EventConsumer(Enum):
     VLLM_ROUTER = "vllm-router"
     """vLLM's router: only pages that it credits correctly are reported."""
     OFF = "off"
-    """No consumer: only vLLM's own events are published."""
+    """Disabled: only vLLM's own events are published."""
 
 
 @dataclass(frozen=True, slots=True)
