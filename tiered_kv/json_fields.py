@@ -213,7 +213,7 @@ def string(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
     """Return ``value`` if it is a string of ``least`` to ``most`` characters.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if not isinstance(value, str):
         raise ValueError(f"{_shown(value)} is not a string")
@@ -226,7 +226,7 @@ def text(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
     which UTF-8 cannot encode.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     found = string(value, least, most)
     if plain_text(found) != found:
@@ -238,7 +238,7 @@ def whole(value: object, least: int = 0, most: int = MOST) -> int:
     """Return ``value`` if it is an integer from ``least`` to ``most``.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if type(value) is not int:
         raise ValueError(f"{_shown(value)} is not a whole number")
@@ -251,7 +251,7 @@ def real(value: object, least: float = 0, most: float = sys.float_info.max) -> f
     accepted.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{_shown(value)} is not a number")
@@ -276,7 +276,7 @@ def flag(value: object) -> bool:
     """Return ``value`` if it is a bool.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if not isinstance(value, bool):
         raise ValueError(f"{_shown(value)} is neither true nor false")
@@ -287,7 +287,7 @@ def items(value: object, least: int = 0, most: int = MOST) -> list[Any]:
     """Return ``value`` if it is a list of ``least`` to ``most`` items, of any type.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if not isinstance(value, list):
         raise ValueError(f"{_shown(value)} is not a list")
@@ -299,7 +299,7 @@ def strings(value: object) -> tuple[str, ...]:
     """Return ``value`` as a tuple if it is a list of strings.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     return tuple(map(string, items(value)))
 
@@ -308,7 +308,7 @@ def mapping(value: object) -> Mapping[str, Any]:
     """Return ``value`` if it is a mapping, as parsed from a JSON object.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{_shown(value)} is not an object")
@@ -319,7 +319,7 @@ def settings(value: object) -> Mapping[str, Any]:
     """Return ``value`` if it is a mapping that ``plain`` would not change.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     found = mapping(value)
     if plain(found) != found:

@@ -241,7 +241,8 @@ class EngineStatus(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus(JsonObject):
-    """The answer of ``/tiered_kv/status``."""
+    """The answer of ``/tiered_kv/status``: the versions of tiered-kv and vLLM, and the status of
+    every engine."""
 
     version: str
     vllm_version: str

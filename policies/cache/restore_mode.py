@@ -48,7 +48,7 @@ class FasterRestore:
 
 @dataclass(frozen=True, slots=True)
 class AlwaysRestore(FasterRestore):
-    """Always chooses the same mode, for tests and measurements."""
+    """Always chooses the mode ``mode``, for tests and measurements."""
 
     mode: RestoreMode
 

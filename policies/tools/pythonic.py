@@ -61,8 +61,8 @@ def _arguments(text: str, start: int) -> tuple[dict[str, object], int]:
 
 
 def read_calls(text: str, most: int) -> tuple[list[Call], int]:
-    """Parse at most ``most`` calls at the start of ``text``. Returns the calls and the position
-    after the last of them."""
+    """Parse at most ``most`` calls at the start of ``text``. Returns the calls, and the position
+    after the last call and the bracket that closes the list."""
     calls: list[Call] = []
     position = 0
     while len(calls) < most:

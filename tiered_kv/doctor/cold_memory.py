@@ -170,8 +170,8 @@ def check_cpu_memory(config: TierConfig, gpus: int, total: int, available: int) 
     """Compare the CPU memory for KV with the memory of the machine and its control group.
 
     Args:
-        total, available: total and available memory, bytes; equal if a running server already uses
-            its share.
+        total, available: total and available memory, bytes. If a server is already running, pass
+            the total for both, because the server's own memory counts as available.
     """
     ranks = max(1, gpus)
     room = f"{total / GIB:.1f} GiB"
