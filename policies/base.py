@@ -219,9 +219,9 @@ class TurnPolicy(Protocol):
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision: ...
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
-        """Update the forecast with a gap of ``gap_s`` seconds, after which the next turn arrived.
-        Without ``ended`` the gap is right-censored: the next turn had not arrived by then, and is
-        no longer expected."""
+        """Update the forecast with the gap after a turn. If ``ended`` is True, the next turn
+        arrived after ``gap_s`` seconds. If it is False, the gap is right-censored: the next turn
+        had not arrived by then, and is no longer expected."""
 
     def dump(self) -> dict[str, object]:
         """Return the learned state as values that JSON can represent; empty for a policy that never

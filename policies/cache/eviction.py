@@ -344,8 +344,9 @@ class ByWorth(EvictionOrder):
     # -- ranking --------------------------------------------------------------------
 
     def _value(self, context: Context, now: float) -> None:
-        """Set the worth of the context's pages: for a return of the job before they would be
-        evicted, and for a return at any time."""
+        """Set the worth of the context's pages: for a return of the job before the pages would be
+        evicted, and for a return at any time. If the forecast became invalid, set the decaying
+        worth of pages that no job waits for."""
         if context.lost_at is not None:
             halves = min(max(now - context.lost_at, 0.0) / HALF_S, 1000.0)
             context.worth = NOBODYS * self._mean_page_s * 0.5**halves, 0.0

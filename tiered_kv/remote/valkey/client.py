@@ -198,7 +198,7 @@ class ValkeyClient:
 
     @property
     def connected(self) -> bool:
-        """True if a connection is open: the server answered the latest call."""
+        """True if a connection is open, because the server answered the latest call."""
         return self._connection is not None
 
     def check(self, deadline: float) -> None:
@@ -286,8 +286,8 @@ class ValkeyClient:
     def delete(self, names: Sequence[bytes], deadline: float, asking: bool = False) -> list[Answer]:
         """Delete keys. Returns MISS for each key that no longer exists.
 
-        After abandoned writes, it returns LATE once, because the server may process these writes
-        from another connection after the deletion.
+        The first successful call after a write that was given up returns LATE for all keys, because
+        the server may process that write, from another connection, after the deletion.
         """
         found = self._ask_each(b"UNLINK", names, deadline, self._deletions, asking)
         deleted = [Outcome.MISS if isinstance(one, int) else one for one in found]

@@ -115,7 +115,8 @@ class _Batch(NamedTuple):
     asking: bool
 
     def keep(self, answers: Sequence[Answer], found: list[Answer]) -> None:
-        """Put the server's answers where they belong among the answers for all keys."""
+        """Enter the server's ``answers`` into ``found``, the list of answers for all keys of the
+        call, at the indices ``mine``."""
         for at, answer in zip(self.mine, answers, strict=True):
             found[at] = answer
 
