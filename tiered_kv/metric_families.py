@@ -1,6 +1,7 @@
-"""Prometheus metrics: families, their labels, and the event that each series counts.
+"""Prometheus metrics: families, their labels, and the counter or gauge that each series reports.
 
-Label values are few and fixed. The series of a counter never overlap, so they can be summed.
+An event or measurement is a counter or gauge of the module ``metrics``. Label values are few and
+fixed. The series of a counter never overlap, so they can be summed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Family:
 
     Attributes:
         name: name without ``PREFIX``, and without the ``_total`` of counters.
+        kind: type of the metric.
         text: help text of the metric.
         buckets: upper bounds of a histogram's buckets.
     """
@@ -338,7 +340,8 @@ SERIES: Mapping[str, Series] = {
     "jobs_waiting_for_room": Series("held_jobs", {}),
     **_by("forecast_error_ratio", "forecast", {"gap_over_median": "median", "gap_over_p90": "p90"}),
 }
-"""The series of each event, measurement and observation."""
+"""The series that reports each counter, gauge or histogram of the module ``metrics``, by the name
+in that module."""
 
 PART_OF: Mapping[str, str] = {
     "prompt_tokens_ssd": "prompt_tokens_cpu",
@@ -347,8 +350,8 @@ PART_OF: Mapping[str, str] = {
     "cpu_bytes_compressed": "cpu_bytes",
     "cpu_bytes_whole_compressed": "cpu_bytes_whole",
 }
-"""Events that also count in another event, and measurements that are part of another. Both events
-are always reported together."""
+"""Counters and gauges whose value is included in another counter or gauge, by name, with the name
+of the other. Both are always reported together."""
 
 
 def _labels_of_families() -> dict[str, dict[str, tuple[str, ...]]]:
@@ -370,12 +373,12 @@ _EVENT_OF = {
 
 
 def event_of(name: str, labels: Mapping[str, str]) -> str | None:
-    """Return the event or measurement that a sample on ``/metrics`` reports; None if the metric
-    belongs to another program or to a histogram.
+    """Return the name of the counter or gauge that a sample on ``/metrics`` reports, as in the
+    module ``metrics``; None if the sample belongs to another program or to a histogram.
 
     Args:
         name: name of the sample.
-        labels: its labels, including the engine's.
+        labels: labels of the sample, including the engine's label.
     """
     family = FAMILIES.get(name.removeprefix(PREFIX).removesuffix("_total"))
     if family is None:

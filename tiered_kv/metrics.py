@@ -1,7 +1,7 @@
 """Counters, gauges and histograms: pages, pins, jobs, decisions and failures.
 
-A ``Counters`` only counts up; ``take`` returns the increments since the last call, with which the
-engine's metrics are updated. The names in this module are used in the code and in
+The values in ``Counters`` never decrease. ``Counters.take`` returns the increments since its last
+call, which are added to the engine's metrics. The names in this module are used in the code and in
 ``/tiered_kv/status``; ``metric_families`` has the names on ``/metrics``.
 """
 
@@ -15,7 +15,7 @@ from .tiers import TierId
 GAP_CLASSES = ("fast", "slow", "uncertain", "unclassed")
 """Classes of gaps. ``unclassed`` is for policies without classes."""
 DECIDED = ("pin", "cpu", "store", "drop")
-"""Decisions of a policy: where a turn's KV waits."""
+"""Decisions of a policy: the tiers in which a turn's KV can be kept, and ``drop`` for none."""
 
 
 HINT_INTENTS = ("retain", "pin", "prefetch", "demote", "release", "revise")
@@ -179,8 +179,8 @@ HISTOGRAMS: Mapping[str, str] = {
 }
 
 MOST_OBSERVED = 4096
-"""Maximum number of observations kept per histogram. If vLLM's statistics are off, they are never
-taken."""
+"""Maximum number of observations kept per histogram, because ``take_observed`` is never called if
+vLLM's statistics are off."""
 
 
 class Counters:
@@ -194,7 +194,8 @@ class Counters:
         self._tiers: dict[TierId, TierCounters] = {}
 
     def start(self, names: Iterable[str]) -> None:
-        """Add counters, at 0. The next ``take`` returns them."""
+        """Add counters that are not in ``COUNTERS``, with the value 0. The next ``take`` returns
+        their names with an increment of 0."""
         zeros = dict.fromkeys(names, 0)
         self.totals |= zeros
         self._fresh |= zeros

@@ -15,12 +15,12 @@ from tiered_kv.policies.pricing.pin_ttl import saved_per_second, saved_s
 
 WORTH_A_WAIT = 0.5
 """Request seconds saved per second of a pin, below which no other job's turn waits for the pin.
-Found in simulations: at 0.75, contexts of large models are released too early; at 0.35, those of
-small models too late."""
+Found in simulations: at 0.75, contexts of large models are released too early; at 0.35, contexts of
+small models are released too late."""
 WORTH_MAKING_OLDER_WAIT = 1.0
-"""Request seconds saved per second of a pin, below which no older job's turn waits for the pin.
-Older jobs would not be the next to lose their KV, so a second of waiting costs them a whole
-second."""
+"""Request seconds saved per second of a pin, below which no older job's turn waits for the pin. An
+older job is not the next to lose its KV, so it gains nothing from waiting, and each second costs it
+a whole second."""
 
 
 class PinState(Enum):
@@ -135,8 +135,8 @@ def pin_value(forecast: Forecast | None, costs: Costs, ttl_s: float) -> PinValue
 
 
 def within_budget(held: Iterable[bool], room: int) -> int:
-    """Return how many blocks of a context to pin if the budget does not suffice for all. They are
-    counted from the start of the context, because its tail alone would not be a hit.
+    """Return how many blocks of a context to pin, counted from the start of the context, if the pin
+    budget does not suffice for all. The tail of a context alone would not be a cache hit.
 
     Args:
         held: for each block of the context, True if another pin holds it, so that the block costs

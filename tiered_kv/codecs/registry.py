@@ -68,13 +68,13 @@ CODECS: Mapping[str, CodecKind] = MappingProxyType(
 
 
 def parse(name: str) -> CodecMaker:
-    """Find the codec with that name.
+    """Return the function that creates the codec with that name for a page format.
 
     Args:
         name: a name in ``CODECS``, with ``:LEVEL`` if it has levels, or ``module:Class``.
 
     Raises:
-        ConfigError: there is no such codec; the message names valid ones.
+        ConfigError: there is no such codec or level, or the class cannot be imported or used.
     """
     head, colon, rest = name.partition(":")
     kind = CODECS.get(head)

@@ -123,7 +123,8 @@ class Connection:
         self.replies = Replies(self._receive)
 
     def _reach(self, addresses: Sequence[Address]) -> socket.socket:
-        """Return a connected socket. The time until the deadline is divided among the addresses."""
+        """Return a socket that is connected to one of the addresses. The time until the deadline is
+        divided among the addresses. Raises OSError if no connection succeeds."""
         failed: OSError | None = None
         for at, address in enumerate(addresses):
             try:
