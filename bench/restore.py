@@ -245,7 +245,10 @@ def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str,
                 elif SOURCES[kind] == SSD and is_from(answer, COMPUTED):
                     computed += 1
                 else:
-                    raise RuntimeError(f"a {kind} request had other sources: {answer.sources}")
+                    raise RuntimeError(
+                        f"less than 90% of the prompt of a {kind} request is in {SOURCES[kind]}: "
+                        f"{answer.sources}"
+                    )
 
     each, load = context_gib(model, tokens), ("--load-format", load_format)
     everything = f"{1.25 * (CONTEXTS + FIRST) * each:.4f}"

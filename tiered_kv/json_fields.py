@@ -230,7 +230,7 @@ def text(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
     """
     found = string(value, least, most)
     if plain_text(found) != found:
-        raise ValueError("the string has an incomplete character")
+        raise ValueError("the string contains a surrogate, which UTF-8 cannot encode")
     return found
 
 

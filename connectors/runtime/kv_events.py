@@ -99,7 +99,7 @@ class _Text:
     """Consecutive blocks of a context, with the data that identifies them.
 
     Attributes:
-        reported: for each block, the tiers that consumers believe to have it, one bit each.
+        reported: for each block, the tiers in which consumers expect it, one bit each.
     """
 
     group: int
@@ -339,8 +339,8 @@ class KvEvents:
         return events
 
     def _has(self, group: int, keys: Sequence[PageKey]) -> Sequence[int]:
-        """Return the tiers that consumers should believe to have each page, one bit each. Forgets
-        the names of pages that no tier has or is about to have."""
+        """Return, for each page, the tiers in which consumers should expect it, one bit each.
+        Forgets the names of pages that no tier has or is about to have."""
         stores, states = self._stores[group], self._index.states(keys)
         missing = [at for at, state in enumerate(states) if state is PageState.MISSING]
         has = [int(state not in _NOWHERE) for state in states]

@@ -95,9 +95,9 @@ class KvHint:
         action_id: the sender's name for the hint.
         ttl_s: time that a retention or a pin lasts, seconds; None for the default.
         priority: relative priority of a retention, -1 to 1.
-        expected_s: seconds until the running tool ends, for ``REVISE``; None if unknown.
-        progress: fraction of the running tool that is done, for ``REVISE``; None if unknown.
-        done: True if the running tool has ended, for ``REVISE``.
+        expected_s: seconds until the job's tool finishes, for ``REVISE``; None if unknown.
+        progress: completed fraction of the tool's work, for ``REVISE``; None if unknown.
+        done: True if the tool has finished, for ``REVISE``.
         note: a warning for the sender, which the result's reason repeats.
     """
 

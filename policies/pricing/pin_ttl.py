@@ -59,8 +59,9 @@ def saved_s(forecast: Forecast, benefit_s: float, wait_s: float) -> float:
 
 
 def saved_per_second(forecast: Forecast, costs: Costs, wait_s: float) -> float:
-    """Return the mean request seconds that a pin until τ (``wait_s``) saves per second held: the
-    restore of its own job, and the delay of other requests while the context is recomputed."""
+    """Return the mean time that a pin until τ (``wait_s``) saves, summed over all requests, in
+    seconds per second held: the restore of its own job, and the delay of other requests while the
+    context is recomputed."""
     saved = saved_s(forecast, costs.work_s, wait_s)
     return saved / max(forecast.held(wait_s), SHORTEST_S)
 

@@ -87,13 +87,13 @@ class Names:
 
 
 class TurnTable:
-    """Columns of a trace's records, in order. The columns of numbers are named after the fields of
-    ``TurnRecord``, with dots.
+    """The turn records of a trace as columns, in the order of the records. A column has the path of
+    its field in ``TurnRecord`` as its name, such as ``gap.gap_s``.
 
     Attributes:
         jobs: the jobs and their indices.
         job: index of each turn's job in ``jobs``; -1 if the turn belongs to no job.
-        tools: first words of tools.
+        tools: first elements of the records' ``tool``, and their indices.
         tool: index of each turn's tool in ``tools``.
         words: values of ``decision.tier``, ``decision.gap_class``, ``pin.end`` and ``gap.end``, by
             field.

@@ -74,8 +74,8 @@ class Restores:
         self._pages = 0
 
     def comes_later(self, turn: Turn, num_computed: int) -> bool:
-        """True if a restore for the turn should be postponed, because a page is being compressed or
-        this step has already restored ``PAGES_A_STEP`` pages."""
+        """Return True if a restore for the turn should be postponed, because a page that it would
+        read is being compressed, or because this step has reached its limit ``PAGES_A_STEP``."""
         keys, first = turn.page_keys(), num_computed // self._facts.block_size
         if first >= len(keys):
             return False

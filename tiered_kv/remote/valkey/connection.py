@@ -202,7 +202,15 @@ class Connection:
             return count
 
     def _wait(self, error: OSError, event: int) -> None:
-        """Wait until the socket is ready for a call that would block."""
+        """Wait until a call that would have blocked can be repeated.
+
+        Args:
+            error: the call's exception.
+            event: ``POLLIN`` or ``POLLOUT``, for a connection without TLS.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+        """
         if isinstance(error, ssl.SSLWantReadError | ssl.SSLWantWriteError):  # either direction
             event = select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT
         poll = select.poll()

@@ -219,10 +219,10 @@ class LastingMemory:
         return int(self._tickets[slot])
 
     def validate(self, slot: int, ticket: int, header: SlotHeader) -> bool:
-        """Validate a slot, if it still contains the bytes of the ticket.
+        """Mark a slot as valid, if it still contains the bytes of the ticket.
 
         Returns:
-            True if the slot was validated.
+            True if the slot was marked.
 
         Raises:
             ValueError: the key or the page is too long for a header.
@@ -234,8 +234,8 @@ class LastingMemory:
         return True
 
     def hash_and_validate(self, page: LandedPage, ticket: int) -> None:
-        """Hash a page and validate its slot, unless the slot's bytes have changed since the ticket
-        was read.
+        """Hash a page and mark its slot as valid, unless the slot's bytes have changed since the
+        ticket was read.
 
         Raises:
             ValueError: the key or the page is too long for a header.
@@ -246,14 +246,14 @@ class LastingMemory:
             self.validate(page.slot, ticket, header)
 
     def validate_bundle(self, note: BundleNote, tickets: Sequence[int]) -> bool:
-        """Write a bundle's note and validate its slots, if they still contain the bytes of the
+        """Write a bundle's note and mark its slots as valid, if they still contain the bytes of the
         tickets. Must be called before the slots are reused.
 
         Args:
             tickets: a ticket for each slot of the note.
 
         Returns:
-            True if the slots were validated.
+            True if the slots were marked.
 
         Raises:
             ValueError: a key is too long for a note, or there are no pages.

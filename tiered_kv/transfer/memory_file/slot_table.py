@@ -94,7 +94,7 @@ class SlotTable:
         self._states[forgotten] = State.NEVER_USED
 
     def validate(self, slot: int, header: SlotHeader) -> None:
-        """Validate a slot that contains the bytes of the page.
+        """Mark a slot as valid. It must already contain the bytes of the page.
 
         Raises:
             ValueError: the key or the page is too long for a header.
@@ -102,8 +102,8 @@ class SlotTable:
         self._write(slot, pack_slot_header(self._nonce, slot, header), State.VALID)
 
     def validate_bundle(self, slots: Sequence[int], header: BundleHeader) -> None:
-        """Validate the slots of a bundle, the first slot last, because the other slots are ignored
-        until the first slot is valid."""
+        """Mark the slots of a bundle as valid, the first slot last, because the other slots are
+        ignored until the first slot is valid."""
         states = dict.fromkeys(slots[1:], State.PART) | {slots[0]: State.BUNDLE}
         for slot, state in states.items():
             self._write(slot, pack_bundle_header(self._nonce, slot, header, state), state)
