@@ -11,8 +11,8 @@ always zero). fp8 pages are bf16 pages cast with scale 1, which vLLM uses withou
 the best of many interleaved rounds; ``*_vs_zstd1`` is this speed relative to zstd level 1 on the
 same pages in the same rounds. ``entropy_bound`` is the ratio at the order-0 entropy of the measured
 pages' symbols. For the bound, the symbols are centred by these pages' own centres, one static code
-encodes all of them, and the remainders are stored uncompressed. No static code and no training text
-can exceed the bound.
+encodes all of them, and the remainders are stored uncompressed. No static code can exceed the
+bound, whatever text it is trained on.
 """
 
 from __future__ import annotations

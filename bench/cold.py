@@ -59,9 +59,9 @@ def context_bytes(tokens: int) -> float:
 
 
 def options_of(model: Path, tokens: int, space: float, env: Mapping[str, str]) -> ServerOptions:
-    """Return the options of a server with CPU memory for ``space`` contexts and a KV pool for
-    little more than one. The server pins nothing, so KV that leaves VRAM must be restored from
-    another tier.
+    """Return the options of a server with CPU memory for ``space`` contexts, and a KV pool for
+    little more than one context. The server pins nothing, so KV that leaves VRAM must be restored
+    from another tier.
     """
     settings = {
         "TIERED_KV_CPU_GIB": f"{space * context_bytes(tokens) / GIB:.4f}",
@@ -77,7 +77,7 @@ def options_of(model: Path, tokens: int, space: float, env: Mapping[str, str]) -
 
 
 def send(client: httpx.Client, prompts: Sequence[list[int]], tick: Tick, what: str) -> list[float]:
-    """Send contexts with a pause before each. Returns the latency of each request, seconds."""
+    """Send contexts with a pause after each. Returns the latency of each request, seconds."""
     times = list[float]()
     for prompt in prompts:
         tick(what)

@@ -46,7 +46,8 @@ class Session:
     """A recorded job.
 
     Attributes:
-        split_by: id whose hash selects the fold of the job: the session's id, or its parent's id.
+        split_by: id whose hash selects the job's cross-validation fold: the session's id, or its
+            parent's id.
         gaps: gaps in the order of the turns; never empty.
         model: name of the model that served most turns; empty if not recorded.
     """
@@ -73,7 +74,8 @@ class Session:
 
 def read_sources(folder: Path) -> dict[str, list[Session]]:
     """Read the sessions of each file in a folder. Returns them by file stem, in file order. Files
-    without sessions are reported on standard error.
+    without sessions are left out. A file that cannot be read, or has another format, is also
+    reported on standard error.
 
     Raises:
         OSError: the folder cannot be read.

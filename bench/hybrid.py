@@ -5,13 +5,14 @@
     python -m bench.hybrid --quick
 
 A variant of ``bench.replay``: models with random weights, jobs of random tokens that share a system
-prompt, and a KV pool that holds a third of the jobs' contexts. Stock vLLM caches windows and states
-only up to the end of a prompt; ``stock_dense`` caches them at every block; ``bound`` is stock vLLM
-with a pool that holds everything. ``reach`` is ``stock_dense`` with such a pool, but with no more
-concurrent requests than the small pool can hold: no policy that keeps all KV can be faster. Answers
-are forced, so all servers get the same prompts, and their logprobs can be compared.
-``wrong_page_nats`` is the change that a wrong page causes in stock vLLM's first answer. If it is
-below the tolerance of ``agrees``, a wrong page would go unnoticed.
+prompt, and a KV pool that holds a third of the jobs' contexts. Stock vLLM caches sliding windows
+and the states of recurrent layers only up to the end of a prompt; ``stock_dense`` caches them at
+every block; ``bound`` is stock vLLM with a pool that holds all KV. ``reach`` is ``stock_dense``
+with such a pool, but with no more concurrent requests than the small pool can hold: no policy that
+keeps all KV can be faster. Answers are forced, so all servers get the same prompts, and their
+logprobs can be compared. ``wrong_page_nats`` is the change that a wrong page causes in the logprobs
+of stock vLLM's first answer. If this change is below the tolerance of ``agrees``, a wrong page
+would go unnoticed.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ QUICK = Load(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model and its KV groups: one group of full attention, and groups of windows or states.
+    """A model and its KV groups: one group of full attention, and groups of sliding windows or of
+    recurrent layers' states.
 
     Attributes:
         block: tokens per block, in every group.
@@ -108,7 +110,7 @@ class Shape:
 
     @property
     def groups(self) -> str:
-        """Description of the groups."""
+        """Description of the KV groups for the results, such as "1 full, 3 with states"."""
         windows = f", {self.windows} with a window of {self.window}" if self.windows else ""
         return f"1 full{windows}" + (f", {self.states} with states" if self.states else "")
 
@@ -134,7 +136,7 @@ class Shape:
 
     def _blocks(self, tokens: int, reach: int, states: int) -> int:
         """Return the number of blocks of full attention, of windows that extend ``reach`` tokens
-        back, and of ``states`` states per group.
+        back, and of ``states`` states in each state group.
         """
         window = -(-reach // self.block) + 1
         return -(-tokens // self.block) + self.windows * window + self.states * states
@@ -197,7 +199,7 @@ QUICK_SHAPES = (
     Shape(model=_TINY["qwen3_next"], block=384, chunk=512, states=3, needs_bf16=True),
     Shape(model=_TINY["granite4"], block=256, chunk=_STATE_CHUNK, states=3),
 )
-"""One tiny shape per type, for ``--quick``."""
+"""Shapes of the same types with tiny models, for ``--quick``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ class Pools:
     Attributes:
         longest: maximum request length, tokens.
         pressed: blocks of the small pool.
-        unlimited: blocks of the pool that holds everything.
+        unlimited: blocks of the pool that holds all KV of all jobs.
     """
 
     longest: int
@@ -217,7 +219,7 @@ class Pools:
 
 def pools_for(shape: Shape, contexts: Sequence[int], turns: int) -> Pools:
     """Size a pool for a third of the jobs' contexts that still fits the longest request, and a pool
-    that holds everything.
+    that holds all KV of all jobs.
 
     Args:
         contexts: final context length of each job, tokens.
@@ -231,8 +233,8 @@ def pools_for(shape: Shape, contexts: Sequence[int], turns: int) -> Pools:
 
 
 def make_servers(model: Path, dtype: str, shape: Shape, pools: Pools, *, alone: bool) -> list[Kind]:
-    """Return the servers to compare: stock vLLM, tiered-kv, stock vLLM that keeps every window and
-    state, and two bounds.
+    """Return the servers to compare: stock vLLM, tiered-kv, stock vLLM that caches windows and
+    states at every block, and the two bounds ``reach`` and ``bound``.
 
     Args:
         alone: run tiered-kv under vLLM's own scheduler instead of ``ContinuumScheduler``.
@@ -337,8 +339,8 @@ def mistaken(job: Job, at: int, count: int) -> Job:
 
 
 def chosen(every: Sequence[Shape], only: Sequence[str], *, bf16: bool) -> list[Shape]:
-    """Select shapes by name. Without names, selects the shapes without states, and those with
-    states that run fast on this machine.
+    """Select shapes by the names of their models. Without names, select the shapes without
+    recurrent layers, and the shapes with recurrent layers that run fast on this machine.
 
     Args:
         bf16: True if the machine computes in bf16.

@@ -1,8 +1,8 @@
 """vLLM's own offloading connector, for machines on which it cannot copy.
 
 Uses ``OffloadingConnector`` as shipped with vLLM, with its CPU memory manager. Only the part that
-copies is replaced, because vLLM's needs a GPU: here a transfer moves no bytes, and finishes as soon
-as it is submitted. vLLM loads this module by name.
+copies KV is replaced, because vLLM's copies need a GPU. With this module, a transfer moves no
+bytes, and finishes as soon as it is submitted. vLLM loads this module by name.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ ModelFolder = Annotated[
 
 
 def one_of(names: Iterable[str]) -> Callable[[str | None], str | None]:
-    """Create an option callback that rejects values other than ``names``."""
+    """Create an option callback that accepts None and ``names``, and rejects all other values."""
     known = tuple(names)
 
     def check(said: str | None) -> str | None:
@@ -225,10 +225,11 @@ def measured() -> dict[str, Any]:
     """Describe the conditions of a measurement by this process, since its start.
 
     Returns:
-        ``commit``: null outside a checkout, with ``-dirty`` if files were changed.
+        ``commit``: commit of the checkout, with ``-dirty`` if files were changed; null outside a
+            checkout.
         ``date``, ``cpu``, ``cores``, ``cpu_flags``, ``versions``: date, machine and packages.
         ``others_cores``: average number of cores that other programs kept busy; null if unknown.
-        ``seconds``: duration.
+        ``seconds``: time since the process started.
     """
     seconds = time.monotonic() - _STARTED
     others = cores_of_others(_CLOCK, read_clock())

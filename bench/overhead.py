@@ -3,10 +3,11 @@
     python -m bench.overhead --json
 
 ``step_ratio``: time per step of vLLM's scheduler (schedule and update, without a model) with 64
-decoding requests, with the connector over without it. ``decode_ratio``: the same ratio for a decode
-step of the real model in a real engine, with eight requests and every filled block saved. Each
-ratio has a ``control``: stock over stock, measured in the same way in the same run, which shows the
-machine's noise. ``*_net`` is the ratio divided by its control.
+decoding requests: the time with the connector, divided by the time without it. ``decode_ratio``:
+the same ratio for a decode step of the real model in a real engine, with eight requests and every
+filled block saved. ``step_control`` and ``decode_control`` compare two variants of stock vLLM,
+measured in the same way in the same run, and show the machine's noise. ``*_net`` is the ratio
+divided by its control.
 
 The variants alternate within fractions of a second, so that other load affects all of them.
 """
@@ -29,7 +30,7 @@ from tiered_kv.bench.servers.engines import engine
 
 RUNNING = 64
 CYCLE = 256
-"""Period of saves in steps. After this number of steps, the same requests save again
+"""Number of steps after which the same requests save pages again
 (``connectors.runtime.pages.saves``)."""
 CYCLES = 6
 """Number of cycles that each engine runs."""
@@ -75,6 +76,9 @@ def scheduler_step(
         first: index of the variant to create first. The position of an engine's objects in memory
             makes all of its steps up to 1% faster or slower.
         extras: connector settings of the three variants.
+
+    Raises:
+        RuntimeError: a request finished early.
     """
     from tiered_kv.testing.checked_kv import text
     from tiered_kv.testing.vllm.rig import Rig, RigOptions
@@ -116,6 +120,9 @@ def decode_step(model: Path, rounds: int, tick: Tick) -> Times:
     """Measure the seconds per decode step of each variant, in one engine whose connector is removed
     and put back. Two processes of the same stock server can differ by 17%, so all variants share
     one process.
+
+    Raises:
+        RuntimeError: too few pages were saved to measure their cost.
     """
     times: Times = {name: [] for name in CONTESTANTS}
     names = list(times)
@@ -141,7 +148,8 @@ def decode_step(model: Path, rounds: int, tick: Tick) -> Times:
 
 
 def measure(model: Path, engines: int, rounds: int, tick: Tick) -> dict[str, float | str]:
-    """Run both comparisons.
+    """Measure scheduler steps and decode steps. Returns the ratios that the module docstring
+    explains, and the step times of stock vLLM.
 
     Args:
         engines: number of engines per variant for the scheduler's step times.

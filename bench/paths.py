@@ -1,4 +1,4 @@
-"""Paths of the repository and its tests."""
+"""Paths of the repository and of recorded sessions, and a check that the tests are available."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ prefill. Figures are over the tested gaps of all folds.
   sessions.
 - ``accuracy``: fraction of decisions that were right about X <= B, judged by the forecast or,
   without a forecast, by whether the policy pinned the turn (a prediction that X <= B).
-- ``cover50``, ``cover90``: fraction of gaps below the forecast's 0.5 and 0.9 quantiles; null
+- ``cover50``, ``cover90``: fraction of gaps at or below the forecast's 0.5 and 0.9 quantiles; null
   without a forecast.
 - ``us``: microseconds of CPU time per decision.
 
-``against``: mean utility per gap of the default policy minus that of every other policy, with a 95%
-interval from the same bootstrap.
+``against``: for every other policy, mean utility per gap of the default policy minus the mean
+utility of the other policy, with a 95% interval from the same bootstrap.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class Trial:
     Attributes:
         session: session id; for a sub-agent, its parent's.
         utility: utility of the decision, seconds.
-        best: utility of the clairvoyant decision.
-        right: True if the decision correctly predicted whether X <= B.
-        below: for each of ``QUANTILES``, True if X was at most that quantile of the forecast; None
-            without a forecast.
+        best: utility of the clairvoyant decision, seconds.
+        right: True if the decision correctly predicted whether the gap was at most the benefit.
+        below: for each of ``QUANTILES``, True if the gap was at most that quantile of the forecast;
+            None without a forecast.
         took_ns: CPU time of the decision, nanoseconds.
     """
 
@@ -106,7 +106,9 @@ class Trial:
 
 
 def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
-    """Return the utility of a decision for a known gap, seconds."""
+    """Return the utility of a decision for a known gap, seconds: 0 unless the decision is to pin.
+    A pin gains the benefit if the gap ends within the pin's time, and costs the time pinned.
+    """
     if decision.tier is not Tier.PIN:
         return 0.0
     saved_s = benefit_s if gap_s <= decision.ttl_s else 0.0
@@ -114,8 +116,8 @@ def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
 
 
 def replay(make: Callable[[], TurnPolicy], folds: Iterable[Fold]) -> dict[float, list[Trial]]:
-    """Return the trials for each B. In each fold, a new policy first learns from the sessions of
-    the other folds.
+    """Return the trials for each benefit in ``BENEFITS_S``. In each fold, a new policy first learns
+    from the sessions of the other folds.
     """
     found: dict[float, list[Trial]] = {benefit_s: [] for benefit_s in BENEFITS_S}
     for fold in folds:
@@ -150,8 +152,8 @@ def _test(policy: TurnPolicy, session: Session, gap: Gap, benefit_s: float) -> T
 
 
 def figures(tested: Sequence[Trial]) -> Row:
-    """Return the figures of a policy at one B. ``low`` to ``high`` is the 95% interval of
-    ``share``.
+    """Return the figures of a policy for one benefit; see the module docstring. ``low`` to ``high``
+    is the 95% interval of ``share``.
     """
     utilities = [one.utility for one in tested]
     share, low, high = _ratio(utilities, [one.best for one in tested], tested)
@@ -240,7 +242,7 @@ SHOWN = (
 
 
 def _tables(found: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
-    """Return two tables for each source, with a row for each policy and a column for each B."""
+    """Return two tables per source, with a row for each policy and a column for each benefit."""
     tables: dict[str, dict[str, Row]] = {}
     for title, rows, figure in SHOWN:
         for row in found[rows]:

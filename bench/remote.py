@@ -3,12 +3,13 @@
     python -m bench.remote --json
 
 A Valkey server on loopback stores pages of 256 KiB of random bytes, with the codec ``raw``. They
-are written and read in the same way as by the I/O thread, one context at a time, and checked.
-``get`` and ``put`` are the store's speed over the speed of one TCP stream between two Python
-processes that carries the same pages from and to the same memory, as medians over rounds.
-``lookups_per_s``: lookup rate for 100,000 keys, half of which exist. ``scheduler_ms``: additional
-time of the scheduler's thread for a request of 3,000 tokens, with a remote store that is queried
-and written. ``asked_ms``: the part of ``scheduler_ms`` until the store's answer arrives.
+are written and read in the same way as by the connector's I/O thread, one context at a time, and
+checked. ``get`` and ``put`` are the store's speed, divided by the speed of one TCP stream between
+two Python processes that carries the same pages from and to the same memory, as medians over
+rounds. ``lookups_per_s``: lookup rate for 100,000 keys, half of which exist. ``scheduler_ms``:
+additional time of the scheduler's thread for a request of 3,000 tokens, with a remote store that is
+queried and written. ``asked_ms``: the part of ``scheduler_ms`` until the request has its blocks,
+after the store's answer.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def stream() -> Iterator[socket.socket]:
 def time_stream(
     connection: socket.socket, pages: Sequence[Bytes], slots: Sequence[Bytes]
 ) -> tuple[float, float]:
-    """Return the seconds to send and to receive the pages. Contexts pass through the slots one
-    after another.
+    """Return the seconds to send and to receive the pages. Received pages are written to the slots,
+    which hold one context at a time.
 
     Raises:
         RuntimeError: a received page differs.
@@ -121,8 +122,8 @@ def time_stream(
 def time_store(
     store: RemotePages, keys: Sequence[PageKey], pages: Sequence[Bytes], slots: Sequence[Bytes]
 ) -> tuple[float, float]:
-    """Return the seconds to write and to read the pages. Contexts pass through the slots one after
-    another.
+    """Return the seconds to write and to read the pages. Pages are read into the slots, which hold
+    one context at a time.
 
     Raises:
         RuntimeError: a page was not stored, or differs when it is read.
@@ -165,10 +166,11 @@ def look_up(store: RemotePages, existing: Sequence[PageKey]) -> float:
 
 
 class TimedRig:
-    """An engine whose hooks are timed.
+    """An engine whose connector hooks are timed on the scheduler's thread.
 
     Args:
         url: address of the store; empty for no store.
+        folder: folder for the engine's files.
 
     Attributes:
         lookups: number of queries to the store.
@@ -250,7 +252,8 @@ def on_thread(url: str, folder: Path) -> tuple[float, float]:
 
 
 def measure(pages: int, rounds: int, tick: Tick) -> dict[str, float]:
-    """Compare store and stream in each round, and time the scheduler's thread.
+    """Compare store and stream in each round, and time the scheduler's thread. Returns the figures
+    that the module docstring explains, and the speeds of store and stream in MB/s.
 
     Args:
         pages: pages per round.

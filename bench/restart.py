@@ -74,7 +74,7 @@ def decoding(server: VllmServer) -> Iterator[None]:
 
 
 def from_cpu(client: httpx.Client, prompt: list[int]) -> Answer:
-    """Send a context.
+    """Send a context whose KV should be in CPU memory. Returns the answer.
 
     Raises:
         RuntimeError: the context did not come from CPU memory.
@@ -86,10 +86,14 @@ def from_cpu(client: httpx.Client, prompt: list[int]) -> Answer:
 
 
 def measure(model: Path, tokens: int, folder: Path, tick: Tick) -> dict[str, Any]:
-    """Kill a server, and measure what the next server finds.
+    """Kill a server, and measure what the next server finds. Returns the figures that the module
+    docstring explains.
 
     Args:
         folder: folder for the memory file.
+
+    Raises:
+        RuntimeError: a context does not come from CPU memory after the restart.
     """
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "trace.jsonl"

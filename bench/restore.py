@@ -224,8 +224,9 @@ def served(options: ServerOptions, folder: Path) -> Iterator[tuple[VllmServer, h
 
 
 def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str, Any]:
-    """Measure three servers: with CPU memory for everything; with CPU memory for a few contexts and
-    an SSD; and the second server after a restart.
+    """Measure three servers: with CPU memory for all contexts; with CPU memory for a few contexts
+    and an SSD; and the second server after a restart. Returns the median times, milliseconds, and
+    their ratios.
 
     Raises:
         RuntimeError: the KV of a request did not come from the intended tier.
@@ -244,7 +245,10 @@ def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str,
                 elif SOURCES[kind] == SSD and is_from(answer, COMPUTED):
                     computed += 1
                 else:
-                    raise RuntimeError(f"a {kind} request had other sources: {answer.sources}")
+                    raise RuntimeError(
+                        f"less than 90% of the prompt of a {kind} request is in {SOURCES[kind]}: "
+                        f"{answer.sources}"
+                    )
 
     each, load = context_gib(model, tokens), ("--load-format", load_format)
     everything = f"{1.25 * (CONTEXTS + FIRST) * each:.4f}"

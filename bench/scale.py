@@ -6,7 +6,7 @@ Runs vLLM's scheduler with the connector, without a model, and compares it with 
 same scenario, and with vLLM's own offloading connector where it supports the scenario
 (``bench.offloader``). Times are CPU time of the scheduler's thread in milliseconds, scaled to a
 reference machine (``REFERENCE_S``), so that other programs and slow machines have little influence.
-Each time is the smaller one of two plays.
+Each scenario is played twice, and the smaller time counts.
 
 A step's *excess* is the time of the connector's hooks, plus the time by which the rest of the step
 exceeds the longest step of stock vLLM. Hook time includes prefix lookups that vLLM repeats because
@@ -23,10 +23,10 @@ from VRAM (``several``), and one job returns alone (``one``). ``stall_1m_ms`` is
 with 1M tokens in blocks of 128, and so on.
 
 ``stall_ms``: the largest excess in the other scenarios. ``match_new_ratio``: the time to match a
-new job with 2,000 running jobs, over the time with 64. ``finished_128k_ms``: the median time of the
-hook for a finished turn of 128k tokens in blocks of 16. ``rerank_1e6_ms``: the longest call of the
-eviction order over a million pages, including re-ranking. ``decode_ratio`` and its control
-``decode_control``: see ``bench.overhead``.
+new job with 2,000 running jobs, divided by the time with 64 running jobs. ``finished_128k_ms``: the
+median time of the hook for a finished turn of 128k tokens in blocks of 16. ``rerank_1e6_ms``: the
+longest call of the eviction order over a million pages, including re-ranking. ``decode_ratio`` and
+its control ``decode_control``: time per scheduler step, as ``step_ratio`` of ``bench.overhead``.
 """
 
 from __future__ import annotations
@@ -274,7 +274,8 @@ class Watched:
         self.step()
 
     def until_restored(self) -> None:
-        """Run 200 steps, so that all restores finish, and withhold the workers' reports of them."""
+        """Run 200 steps, so that all restores finish, but withhold the workers' reports. The next
+        step then receives all reports together."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         worker = self.rig.worker
@@ -352,9 +353,9 @@ class Played:
     """Measurements of one play of a scenario.
 
     Attributes:
-        seconds: figures by name: ``stall_``, ``vllm_offloader_`` and ``finished_``, and the median
-            call time of each hook, in seconds.
-        arrivals: arrival times by engine.
+        seconds: figures by name: those that start with ``stall_``, ``vllm_offloader_`` and
+            ``finished_``, and the median call time of each hook, in seconds.
+        arrivals: CPU time of each arrival, by engine.
     """
 
     seconds: dict[str, float]
@@ -362,7 +363,7 @@ class Played:
 
 
 def play(scenario: Scenario) -> Played:
-    """Play a scenario on every engine.
+    """Play a scenario on every engine. Returns the measurements.
 
     Raises:
         RuntimeError: a hook raised, the engine made no progress, or nothing was read from the lower
@@ -492,8 +493,8 @@ def turns(context: int, *, pins: bool, count: int = 6) -> Scenario:
 
 
 def full(pages: int) -> Scenario:
-    """Return a scenario in which jobs come and go while CPU memory is full of pages that no job
-    uses.
+    """Return a scenario in which jobs start and finish while CPU memory is full of pages that no
+    job uses.
     """
 
     def play(one: Watched) -> None:
@@ -547,8 +548,12 @@ def long_context(size: str, block: int, *, pins: bool = False, tier: str = "") -
 
 
 def reranking(pages: int, context: int) -> float:
-    """Return the duration of the longest call of an eviction order, seconds, while pages are
-    evicted and jobs start and finish.
+    """Return the CPU time of the longest call of an eviction order or its page index, seconds,
+    while pages are evicted and gaps of jobs begin and end.
+
+    Args:
+        pages: number of pages in the index.
+        context: number of pages per job.
     """
     now = 0.0
     order = ByWorth(lambda: now, 2 * pages)
@@ -606,10 +611,11 @@ def all_scenarios() -> list[Scenario]:
 def measure(
     scenarios: Sequence[Scenario], engines: int, tick: Callable[[str], None]
 ) -> dict[str, float | int]:
-    """Measure every scenario, the eviction order, and decode steps.
+    """Measure every scenario, the eviction order, and scheduler steps of decoding requests. Returns
+    the figures that the module docstring explains.
 
     Args:
-        engines: number of engines per variant for the decode steps.
+        engines: number of engines per variant for the scheduler steps of decoding requests.
     """
     loops: list[float] = []
     seconds: dict[str, float] = {}

@@ -16,9 +16,9 @@ especially virtual ones, are faster when overwriting.
 
 The store and all device settings alternate, with the same number of bytes each. A round is long
 enough for the store to start and seal a segment, and slices are so short that other load on the
-disk affects all of them. A ``fraction`` is the median over rounds of store over device in the same
-round, so that a single bad round has little effect. For the device, the setting with the best
-median counts.
+disk affects all of them. A ``fraction`` is the store's speed, divided by the device's speed in the
+same round, as the median over rounds, so that a single bad round has little effect. For the device,
+the setting with the best median counts.
 
 ``open_s`` is the median of three openings of a store of 100,000 pages, read from the disk and not
 from the page cache. The store's segments have headers and footers, and holes in place of pages,
@@ -170,7 +170,7 @@ class Device:
     cache.
 
     Args:
-        folder: folder for the files, which are not deleted.
+        folder: folder to create for the files.
         files: number of files to read.
         threads: maximum number of threads.
     """
@@ -212,8 +212,8 @@ class Device:
         return time.perf_counter() - began
 
     def write(self, setting: Setting, *, again: bool = False) -> float:
-        """Fill a new file or, with ``again``, the file that was just filled. Returns the duration,
-        seconds.
+        """Fill a new file. Returns the duration, seconds. With ``again``, fill the file twice, and
+        return the duration of the second time.
         """
         self._slots.fill(self._written)
         fd = self._create(f"{self._written % KEEP_FILES}")
@@ -246,7 +246,7 @@ class Outcome:
     """Result of a comparison.
 
     Attributes:
-        fraction: median over the rounds of the store's speed over the device's.
+        fraction: the store's speed, divided by the device's speed, as the median over the rounds.
         store_s, device_s: median seconds per round.
         best: the device's best setting.
     """
@@ -258,8 +258,8 @@ class Outcome:
 
 
 def contest(store: Pass, device: Mapping[Setting, Pass], groups: int, tick: Tick) -> Outcome:
-    """Compare store and device in alternation. The order changes from slice to slice. The device
-    counts with its best setting over all rounds.
+    """Compare store and device, which run alternately. The order changes from slice to slice. The
+    device counts with its best setting over all rounds.
 
     Args:
         groups: number of groups per slice.

@@ -9,9 +9,9 @@ be equal. The agents come from ``tests/e2e/test_traced_run.py``, so this benchma
 
 - ``disagreements``: number of figures whose reports differ; ``accounts``: number of figures
   compared; ``details``: all reports of the figures that differ.
-- ``on_ratio``: time per scheduler step with the trace over without it (64 decoding requests, as in
-  ``bench.overhead``); ``on_control``: the ratio of two engines without; ``steps_ratio`` and
-  ``steps_control``: the same with every step in the trace.
+- ``on_ratio``: time per scheduler step with the trace, divided by the time without it (64 decoding
+  requests, as in ``bench.overhead``); ``on_control``: the ratio of two engines without the trace;
+  ``steps_ratio`` and ``steps_control``: the same with every step in the trace.
 - ``idle_call_ms``: 95th percentile of a route's response time while the server is idle.
 - ``analyze_s``, ``analyze_cpu_s``, ``analyze_mib``: ``trace analyze`` of ``analyze_turns`` turns.
 """

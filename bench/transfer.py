@@ -160,11 +160,15 @@ class CpuSide:
         return self.pool.slots.reshape(-1)
 
     def copy(self, to: Any, source: Any, stream: int) -> None:
-        """Start one contiguous copy."""
+        """Make one contiguous copy.
+
+        Args:
+            stream: index of the CUDA stream; unused on the CPU.
+        """
         np.copyto(to, source)
 
     def synchronize(self) -> None:
-        """Wait for all copies."""
+        """Wait for all copies. On the CPU, ``copy`` returns only when its copy has finished."""
 
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
         """Return the time of matrix products during continuous copies, over their time alone; None
@@ -223,7 +227,7 @@ class CudaSide(CpuSide):
         return pool
 
     def copy(self, to: Any, source: Any, stream: int) -> None:
-        """Start one contiguous copy."""
+        """Start one contiguous copy on the CUDA stream with index ``stream``."""
         with self._torch.cuda.stream(self._streams[stream]):
             to.copy_(source, non_blocking=True)
 
@@ -345,7 +349,9 @@ def measure(side: CpuSide, scale: Scale, tick: Tick) -> dict[str, Any]:
 
 
 def worst(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the smallest fraction of each direction, and of all, over rows with enough pages."""
+    """Return the smallest fraction of each direction, and of all directions, over the rows with at
+    least ``COUNTS_FROM`` pages.
+    """
     counted = [row for row in rows if row["pages"] >= COUNTS_FROM]
     least = {way: min(row["fraction"] for row in counted if row["way"] == way) for way in WAYS}
     fractions = {f"{way}_fraction": fraction for way, fraction in least.items()}

@@ -22,7 +22,9 @@ COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 
 
 def shell(command: str) -> str:
-    """Run a command. Returns the end of the command's output, and the exit code."""
+    """Run a command for at most ``TOOL_S`` seconds. Returns the end of its output, and its exit
+    code.
+    """
     words = ["timeout", str(TOOL_S), "bash", "-c", command]
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     return f"{(done.stdout + done.stderr)[-OUTPUT_CHARS:]}\nexit code {done.returncode}"

@@ -3,8 +3,9 @@
     pip install mcp httpx
     python examples/mcp_progress.py http://127.0.0.1:8000 JOB TOOL '{"argument": 1}' COMMAND …
 
-JOB is the job whose turn called the tool, and COMMAND starts the MCP server on stdio. The progress
-moves the forecast of the job's gap, so that its KV is ready when the tool ends.
+JOB is the job whose turn called the tool, and COMMAND starts the MCP server on stdio. The server
+updates its forecast of the job's gap with the progress, so that the job's KV is ready when the tool
+ends.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Pure decisions: signals in, decisions out. No I/O, no torch, no vLLM; time is an argument."""
+"""Decisions about KV, computed without I/O, torch or vLLM. Callers pass the time or a clock."""

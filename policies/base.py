@@ -27,9 +27,9 @@ class JobKey(NamedTuple):
 
 
 def job_scope(cache_salt: str | None) -> str:
-    """Return the job scope of requests with this cache salt: the salt itself, empty without one, or
-    the digest of a long salt. The scope is kept for as long as the job, and a client may send salts
-    of any length."""
+    """Return the job scope of requests with this cache salt: the salt itself; an empty string
+    without a salt; a digest if the salt has more than ``MAX_SALT_CHARS`` characters, because the
+    scope is kept for as long as the job, and clients may send salts of any length."""
     if cache_salt is None or len(cache_salt) <= MAX_SALT_CHARS:
         return cache_salt or ""
     return f"(sha256) {sha256(cache_salt.encode('utf-8', 'surrogatepass')).hexdigest()}"
@@ -49,14 +49,15 @@ class Tier(Enum):
 
 
 class GapClass(Enum):
-    """ContextServe's three gap classes, defined by the cost of a restore (see
-    ``pricing.pin_ttl``)."""
+    """ContextServe's three classes of gaps. The default policy defines them by what a pin saves
+    (see ``pricing.pin_ttl.gap_class``). B is the time that a pin saves if the job returns to it."""
 
     FAST = "fast"
-    """Waiting for all of B seconds still pays."""
+    """A pin pays off even if it is held for B seconds."""
     SLOW = "slow"
-    """Any wait costs more than it saves."""
+    """A pin of any duration costs more than it saves."""
     UNCERTAIN = "uncertain"
+    """A pin pays off, but only if it is shorter than B seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class TurnEnd:
         aborted: True if the client disconnected or cancelled.
         context_tokens: number of tokens whose KV exists now.
         new_tokens: prompt tokens that the job's previous turn did not have.
-        output_tokens: length of the answer.
+        output_tokens: length of the answer, tokens.
         tool: tools that run next; None while unknown.
         ended_at: when the turn ended, seconds on any monotonic clock.
     """
@@ -138,7 +139,8 @@ class Costs:
             again).
         vram_price: λ, seconds charged per second in VRAM: 0 while no request needs the space; 1 in
             Continuum's cost (arXiv 2511.02230).
-        held_up: number of requests that lose B if the job returns and its KV has left VRAM.
+        held_up: number of requests that lose B (see ``benefit_s``) if the job returns and its KV
+            has left VRAM.
         cpu_stay_s: time that a page currently stays in CPU memory before its eviction, seconds.
         survival: fraction of the KV outside VRAM that still exists when it is needed.
     """
@@ -185,6 +187,7 @@ class Decision:
     """The tier that keeps a turn's KV, and for how long.
 
     Attributes:
+        tier: tier that keeps the KV.
         ttl_s: maximum duration of the pin, seconds; 0 without a pin.
         gap_class: class of the gap; None from policies without classes.
         forecast: forecast of the gap; None from policies without one.
@@ -216,12 +219,13 @@ class TurnPolicy(Protocol):
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision: ...
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
-        """Update the forecast with a gap of ``gap_s`` seconds, after which the next turn arrived.
-        Without ``ended`` the gap is right-censored: the next turn had not arrived by then, and is
-        no longer expected."""
+        """Update the forecast with the gap after a turn. If ``ended`` is True, the next turn
+        arrived after ``gap_s`` seconds. If it is False, the gap is right-censored: the next turn
+        had not arrived by then, and is no longer expected."""
 
     def dump(self) -> dict[str, object]:
-        """Return the learned state as JSON; empty for a policy that never learns."""
+        """Return the learned state as values that JSON can represent; empty for a policy that never
+        learns."""
 
     def load(self, learned: Mapping[str, object]) -> None:
         """Restore a state that ``dump`` returned, possibly in another process.

@@ -49,7 +49,7 @@ CELL_LOG_S.flags.writeable = False
 
 
 def cell_of(gap_s: float) -> int:
-    """Return the cell of a gap."""
+    """Return the index of the cell that contains a gap of ``gap_s`` seconds."""
     return bisect_left(_POINTS, gap_s)
 
 
@@ -109,7 +109,7 @@ class Forecast:
         return held_s
 
     def scaled(self, chance: float) -> Forecast:
-        """Return the distribution of a gap that ends as forecast here with the given probability,
+        """Return the distribution of a gap that ends as forecast here with probability ``chance``,
         and otherwise never ends."""
         return Forecast(chance * self.cdf)
 
@@ -125,8 +125,8 @@ class Forecast:
         return float(before + share * (float(self.cdf[i]) - before))
 
     def held(self, t: float) -> float:
-        """E[min(X, t)], seconds: mean time for which KV is kept if it is kept until the job
-        returns, but at most for ``t`` seconds."""
+        """Return E[min(X, t)], the mean time for which KV is kept, seconds, if it is kept until the
+        job returns, but at most for ``t`` seconds."""
         if not t > 0:
             return 0.0
         i = cell_of(t)
@@ -145,7 +145,8 @@ class Forecast:
         return float(_EDGES[i] if nearer_before else GRID[i])
 
     def after(self, elapsed: float) -> Forecast:
-        """Condition the forecast of X (not of the remaining time) on X > ``elapsed`` seconds."""
+        """Return the forecast of X (not of the remaining time) given that X > ``elapsed`` seconds.
+        If the forecast excludes this, the result forecasts that the gap never ends."""
         gone = self.within(elapsed)
         if gone >= 1:
             return Forecast(np.zeros(len(GRID)))

@@ -21,7 +21,8 @@ costs space in CPU memory."""
 
 
 def unpriced(turn: TurnEnd) -> Decision | None:
-    """Return the decision for a turn's KV if it does not depend on costs; None if it does.
+    """Return the decision for a turn's KV if the decision does not depend on costs; None if it
+    depends on costs.
 
     After the last step the KV is not needed. If the job is unknown, or its client disconnected, no
     turn would use a pin.
@@ -34,8 +35,10 @@ def unpriced(turn: TurnEnd) -> Decision | None:
 
 
 def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
-    """Choose PIN until U is highest; without a worthwhile pin, CPU memory, or a lower tier if CPU
-    memory would evict the KV before it is needed; DROP if prefilling again is cheapest."""
+    """Choose the tier of a turn's KV, if ``unpriced`` does not decide it. If a pin pays off, choose
+    PIN for the time at which its value U is highest. Otherwise choose CPU memory, or a lower tier
+    if CPU memory would evict the KV before it is needed, or DROP if prefilling again is cheapest.
+    """
     decided = unpriced(turn)
     if decided is not None:
         return decided
@@ -61,7 +64,8 @@ def without_pin(costs: Costs, median_s: float) -> Tier:
 
 def _back_s(forecast: Forecast, costs: Costs) -> float | None:
     """Return the time after the turn's end at which the promotion starts, seconds: q̂ minus the
-    restore time from the lower tier. None if the job is too unlikely to return."""
+    restore time from the fastest lower tier, at least 0. None if the job returns with a probability
+    below ``BACK_BEFORE``."""
     back_s = forecast.quantile(BACK_BEFORE)
     if math.isinf(back_s):
         return None

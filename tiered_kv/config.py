@@ -50,7 +50,7 @@ class EventConsumer(Enum):
     VLLM_ROUTER = "vllm-router"
     """vLLM's router: only pages that it credits correctly are reported."""
     OFF = "off"
-    """None: only vLLM's own events are published."""
+    """Disabled: only vLLM's own events are published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +62,22 @@ class TierConfig:
             tier.
         cpu_path: folder on tmpfs or hugetlbfs in which CPU memory outlives the engine; None keeps
             it private to the engine.
-        cpu_keep: True if this memory is also kept at a clean stop.
+        cpu_keep: True if the memory in ``cpu_path`` is also kept at a clean stop.
         ssd_path: folder for pages on SSD, shared by all engines configured with it; None disables
             the tier.
-        ssd_gib: size limit of everything under that folder, GiB.
+        ssd_gib: size limit of everything under ``ssd_path``, GiB.
         tiers: further lower tiers, by name or as ``module:Class``, fastest first.
         remote: store that many machines share; None disables the tier.
         codec: codec of pages on SSD and in the remote store: ``auto``, ``raw``, ``zstd``,
             ``zstd:LEVEL``, ``centred``, or ``module:Class`` of another package.
-        io_threads: threads of each rank for pages on SSD; 0 derives it from the number of cores.
+        io_threads: number of threads per rank for pages on SSD; 0 derives the number from the
+            number of cores.
         policy: policy that chooses the tier of a finished turn's KV, by name or as
             ``module:Class``; ``none`` disables every tier.
         eviction: rule by which pages are evicted from CPU memory, by name or as ``module:Class``.
         pin_fraction: fraction of the VRAM blocks that may be pinned, 0 to 1.
-        admission: ``auto`` holds new jobs back while their working set does not fit; ``off`` does
-            not. Always ``off`` with a policy other than the default.
+        admission: ``auto`` holds new jobs back while their working set does not fit; ``off`` never
+            holds jobs back. Always ``off`` with a policy other than the default.
         admission_max_wait_s: wait after which a request precedes every later request, seconds.
         hide_restores: True to leave requests that wait for a restore out of vLLM's number of
             waiting requests. Needs ``ContinuumScheduler``.
@@ -125,7 +126,7 @@ class TierConfig:
 
     @property
     def keeps_notes(self) -> bool:
-        """True if the notes are also kept at a clean stop."""
+        """True if learned statistics and known jobs are also kept at a clean stop."""
         return self.ssd_path is not None or self.cpu_keep
 
     def cpu_bytes_per_rank(self, ranks: int) -> int:
@@ -134,7 +135,8 @@ class TierConfig:
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """Names of the lower tiers, fastest first. The SSD comes first if it has a folder."""
+        """Names of the lower tiers, fastest first: the SSD if it has a folder, the ``tiers``, and
+        the remote store unless in observe mode."""
         ssd = ("ssd",) if self.ssd_path is not None else ()
         remote = ("remote",) if self.remote is not None and not self.observes else ()
         return ssd + self.tiers + remote
@@ -227,10 +229,11 @@ def check_cpu_size(
     """Check that the CPU tier fits into memory.
 
     Other ranks on the machine may or may not have allocated their shares already. So all shares
-    must fit into the total, and one share into the available memory.
+    must fit into the total memory, and one share must fit into the available memory.
 
     Args:
-        local_ranks: number of the ``ranks`` that run on this machine.
+        ranks: number of ranks of the engine.
+        local_ranks: number of these ranks that run on this machine.
         total_bytes, available_bytes: total and available memory of the machine, bytes.
 
     Raises:

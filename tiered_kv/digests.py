@@ -41,7 +41,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
-    """Return the hex digest of the names and contents of ``paths``, whatever their folders.
+    """Return the hex digest of the names and contents of ``paths``. Their folders do not matter.
 
     Args:
         paths: files, in a deterministic order.
@@ -73,13 +73,14 @@ def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
 
 
 def default_cache() -> Path:
-    """Path of the digest cache: ``$XDG_CACHE_HOME/tiered-kv/digests.json``."""
+    """Path of the digest cache: ``$XDG_CACHE_HOME/tiered-kv/digests.json``, or
+    ``~/.cache/tiered-kv/digests.json`` if the variable is not set."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tiered-kv" / "digests.json"
 
 
 def digest_file(path: Path) -> str:
-    """Return the hex digest of a file's contents."""
+    """Return the hex digest of a file's contents. Raises OSError if the file cannot be read."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):

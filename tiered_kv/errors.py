@@ -1,4 +1,4 @@
-"""Errors that callers may distinguish. Each message says what to do, in one sentence."""
+"""Errors that callers may distinguish. Each message says what to do."""
 
 
 class TieredKVError(Exception):

@@ -4,10 +4,10 @@ A lock is flock on an open file: a lock file next to the data, or the data file 
 until the descriptor is closed, so it ends with its process, however the process ends. A descriptor
 that is also mapped or inherited keeps the lock longer.
 
-The library filelock (4.2) has ``try_lock`` and ``unlock`` as ``lock_descriptor`` and
-``unlock_descriptor``, but not the rest: its native locks do not name their owner, cannot be tested
-without being acquired, require write access even for a test, and do not detect that their file was
-replaced. It would replace 10 lines here, and takes 10 ms to import.
+The library filelock (4.2) is not used, because it could only replace ``try_lock`` and ``unlock``,
+10 lines, and takes 10 ms to import. Its locks do not name their owner, cannot be tested without
+being acquired, require write access even for a test, and do not detect that the locked file was
+replaced.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def _flock(fd: int, kind: int) -> bool:
 def unlock(fd: int) -> None:
     """Unlock an open file, including copies of its descriptor.
 
-    A forked child has a copy until it executes its program.
+    A forked child process has such a copy until it executes another program.
     """
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def open_locked(path: Path, flags: int, tries: int = TRIES) -> int | None:
-    """Open a plain file and lock it. Returns its descriptor; None if another process has locked the
-    file.
+    """Open a plain file and lock it. Returns its descriptor; None if every attempt found that
+    another process had locked the file, or that another file had replaced it.
 
     Args:
         tries: number of attempts, since a process that tests the lock holds it for a moment.
@@ -127,7 +127,8 @@ def read_owner(path: Path, offset: int = 0, nbytes: int = MOST_OWNER_BYTES) -> M
 
 
 def owner_in_words(owner: Mapping[str, object]) -> str:
-    """Return a phrase that names a process, its host, its command and its start time."""
+    """Return a phrase that names a process, its host, its command and its start time; "another
+    process" if ``owner`` lacks one of these."""
     try:
         return "process {pid} on {host} ({command}) since {since}".format_map(owner)
     except KeyError:

@@ -51,7 +51,8 @@ def secs(seconds: float) -> str:
 
 
 def moment(seconds: float, timespec: str = "milliseconds") -> str:
-    """Format a time in seconds since the epoch, in UTC."""
+    """Format a time, given in seconds since the epoch, as a date and time in UTC. A time that the
+    calendar cannot represent is formatted as "N s after 1970"."""
     with suppress(ValueError, OverflowError, OSError):  # a year out of range
         when = datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None)
         return f"{when.isoformat(' ', timespec)} UTC"

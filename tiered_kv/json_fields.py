@@ -36,7 +36,7 @@ MOST = (1 << 63) - 1
 MOST_BYTES = 64 << 20
 """Longest text that is parsed, bytes."""
 MOST_DEPTH = 64
-"""Deepest nesting of settings."""
+"""Maximum nesting depth of values that ``plain`` converts."""
 MOST_TEXT = 1 << 16
 """Longest text in a field, characters."""
 
@@ -93,7 +93,7 @@ def parse(data: bytes) -> object:
 
 
 def canonical(value: object) -> bytes:
-    """Encode a value canonically, for digests.
+    """Encode a value as canonical JSON (ASCII, sorted names, no spaces), for digests.
 
     Raises:
         ValueError: the value cannot be written as JSON, or is nested too deeply.
@@ -131,7 +131,7 @@ def plain(value: object, depth: int = MOST_DEPTH) -> Any:
 
 
 def plain_text(value: str) -> str:
-    """Replace surrogates, which cannot be encoded."""
+    """Return the text with question marks in place of surrogates, which UTF-8 cannot encode."""
     return value.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -210,7 +210,11 @@ class _Unpacked(gzip.GzipFile):
 
 
 def string(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
-    """Check a text of ``least`` to ``most`` characters."""
+    """Return ``value`` if it is a string of ``least`` to ``most`` characters.
+
+    Raises:
+        ValueError: ``value`` is anything else.
+    """
     if not isinstance(value, str):
         raise ValueError(f"{_shown(value)} is not a string")
     _check_length(len(value), least, most, "characters")
@@ -218,15 +222,24 @@ def string(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
 
 
 def text(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
-    """Check a text without surrogates, which could not be encoded."""
+    """Return ``value`` if it is a string of ``least`` to ``most`` characters without surrogates,
+    which UTF-8 cannot encode.
+
+    Raises:
+        ValueError: ``value`` is anything else.
+    """
     found = string(value, least, most)
     if plain_text(found) != found:
-        raise ValueError("the string has an incomplete character")
+        raise ValueError("the string contains a surrogate, which UTF-8 cannot encode")
     return found
 
 
 def whole(value: object, least: int = 0, most: int = MOST) -> int:
-    """Check an integer in a range."""
+    """Return ``value`` if it is an integer from ``least`` to ``most``.
+
+    Raises:
+        ValueError: ``value`` is anything else.
+    """
     if type(value) is not int:
         raise ValueError(f"{_shown(value)} is not a whole number")
     _check_range(value, least, most)
@@ -234,7 +247,12 @@ def whole(value: object, least: int = 0, most: int = MOST) -> int:
 
 
 def real(value: object, least: float = 0, most: float = sys.float_info.max) -> float:
-    """Check a number in a range. It may be written as an integer."""
+    """Return ``value`` as a float if it is a number from ``least`` to ``most``. Integers are
+    accepted.
+
+    Raises:
+        ValueError: ``value`` is anything else.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{_shown(value)} is not a number")
     _check_range(value, least, most)
@@ -255,14 +273,22 @@ def _check_length(length: int, least: int, most: int, what: str) -> None:
 
 
 def flag(value: object) -> bool:
-    """Check that a value is true or false."""
+    """Return ``value`` if it is a bool.
+
+    Raises:
+        ValueError: ``value`` is anything else.
+    """
     if not isinstance(value, bool):
         raise ValueError(f"{_shown(value)} is neither true nor false")
     return value
 
 
 def items(value: object, least: int = 0, most: int = MOST) -> list[Any]:
-    """Check a list of ``least`` to ``most`` items."""
+    """Return ``value`` if it is a list of ``least`` to ``most`` items, of any type.
+
+    Raises:
+        ValueError: ``value`` is anything else.
+    """
     if not isinstance(value, list):
         raise ValueError(f"{_shown(value)} is not a list")
     _check_length(len(value), least, most, "items")
@@ -270,19 +296,31 @@ def items(value: object, least: int = 0, most: int = MOST) -> list[Any]:
 
 
 def strings(value: object) -> tuple[str, ...]:
-    """Check a list of texts."""
+    """Return ``value`` as a tuple if it is a list of strings.
+
+    Raises:
+        ValueError: ``value`` is anything else.
+    """
     return tuple(map(string, items(value)))
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """Check an object."""
+    """Return ``value`` if it is a mapping, as parsed from a JSON object.
+
+    Raises:
+        ValueError: ``value`` is anything else.
+    """
     if not isinstance(value, Mapping):
         raise ValueError(f"{_shown(value)} is not an object")
     return value
 
 
 def settings(value: object) -> Mapping[str, Any]:
-    """Check an object that ``plain`` would not change."""
+    """Return ``value`` if it is a mapping that ``plain`` would not change.
+
+    Raises:
+        ValueError: ``value`` is anything else.
+    """
     found = mapping(value)
     if plain(found) != found:
         raise ValueError("the value contains numbers or characters that JSON does not allow")
@@ -290,7 +328,7 @@ def settings(value: object) -> Mapping[str, Any]:
 
 
 def exactly(value: object, expected: str | int) -> None:
-    """Check that a value is the expected one."""
+    """Raise ValueError unless ``value`` has the type and the value of ``expected``."""
     if type(value) is not type(expected) or value != expected:
         raise ValueError(f"{_shown(value)} is not {expected!r}")
 
@@ -322,7 +360,11 @@ class Fields:
         **more: Limits.kwargs,
     ) -> Value:
         """Remove a required field, and return what ``check`` returns for its value. Further
-        arguments are passed to ``check`` as its limits."""
+        arguments are passed to ``check`` as its limits.
+
+        Raises:
+            ValueError: the field is missing or was already taken, or ``check`` rejects its value.
+        """
         if name not in self._left:
             raise ValueError(f"missing field: {name}")
         try:
@@ -373,7 +415,8 @@ def size(text: str) -> int:
 
 
 def said(part: object) -> dict[str, object]:
-    """Convert a dataclass to JSON values, without fields that have their default."""
+    """Convert a dataclass to JSON values, with numbers rounded as by ``number``. Fields that have
+    their default, empty mappings and numbers that are not finite are omitted."""
     found = dict[str, object]()
     kind: Any = type(part)
     for name, default in _defaults(kind).items():
@@ -494,7 +537,7 @@ def _reader(hint: Any, numbers: Read) -> Read:
 
 
 class _Values:
-    """Reader of an enum."""
+    """Function that returns the member of an enum with a given value, which must be a string."""
 
     def __init__(self, kind: type[Enum]) -> None:
         self._of = {one.value: one for one in kind}

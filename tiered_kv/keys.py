@@ -42,8 +42,8 @@ class Fingerprint:
         cache_dtype: dtype of stored K and V, for example ``auto`` or ``fp8``.
         kv_scales: source of the scales of a quantized cache.
         config: the model's configuration as loaded, overrides included.
-        group: the pages' KV cache group.
-        block_size: tokens of a page.
+        group: index of the pages' KV cache group in the engine.
+        block_size: number of tokens per page.
         layout: description of a page's byte regions and their contents.
         ranks: number of tensor-parallel ranks that a page is divided among.
         hash_algorithm: vLLM's block hash function and its seed.
@@ -82,7 +82,7 @@ def page_keys(fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[PageKey
 
 
 def rekeyed(key: PageKey, fingerprint: bytes) -> PageKey:
-    """Return the key that the page of the same text has under another fingerprint."""
+    """Return the key that a page with the same block hash has under another fingerprint."""
     return PageKey(fingerprint + key[DIGEST_BYTES:])
 
 

@@ -26,7 +26,8 @@ class Speeds:
     """Measured speeds of one rank's machine.
 
     Attributes:
-        copy: copy rate from CPU memory to VRAM, bytes of pages per second; 0 without slots.
+        copy: copy rate from CPU memory to VRAM, bytes of pages per second; 0 if the rank has no
+            slots in CPU memory.
         flops: rate of a matrix product, floating-point operations per second.
     """
 
@@ -95,7 +96,8 @@ class TierReport:
 
     Attributes:
         gone: pages that are no longer stored.
-        proposal: segment to delete next, repeated until it is deleted; None if there is none.
+        proposal: segment that should be deleted next. It is reported again until it is deleted;
+            None if no segment should be deleted.
         counters: increments of counters since the last report, by name.
         stored_bytes: size of the store's live pages as stored, bytes.
     """
@@ -207,8 +209,8 @@ class Orders:
         stores: orders for stores.
         snapshots: orders for snapshots of jobs.
         settled: finished orders; empty unless CPU memory outlives the engine.
-        reset: True after a cache reset if CPU memory outlives the engine: the pages in it must not
-            be found again.
+        reset: True after a cache reset if CPU memory outlives the engine: later engines must not
+            find the pages in it.
     """
 
     saves: tuple[SaveOrder, ...] = ()

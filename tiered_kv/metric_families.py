@@ -1,6 +1,7 @@
-"""Prometheus metrics: families, their labels, and the event that each series counts.
+"""Prometheus metrics: families, their labels, and the counter or gauge that each series reports.
 
-Label values are few and fixed. The series of a counter never overlap, so they can be summed.
+An event or measurement is a counter or gauge of the module ``metrics``. Label values are few and
+fixed. The series of a counter never overlap, so they can be summed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Family:
 
     Attributes:
         name: name without ``PREFIX``, and without the ``_total`` of counters.
+        kind: type of the metric.
         text: help text of the metric.
         buckets: upper bounds of a histogram's buckets.
     """
@@ -105,7 +107,8 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "ssd_compressed_pages",
             _C,
-            "Compressed pages written to SSD unchanged (kept) or recompressed (renewed), per rank.",
+            "Compressed pages written to SSD unchanged (kept) or recompressed (renewed), on each "
+            "rank.",
         ),
         Family("unused_slot_bytes", _C, COUNTERS["slot_bytes_unused"]),
         Family(
@@ -116,13 +119,17 @@ FAMILIES: Mapping[str, Family] = {
             _C,
             COUNTERS["restores_in_pieces"],
         ),
-        Family("evicted_pages", _C, "Pages evicted to make space."),
+        Family(
+            "evicted_pages",
+            _C,
+            "Pages evicted to make space. SSD evictions are counted on each rank.",
+        ),
         Family("superseded_pages", _C, COUNTERS["pages_superseded"]),
         Family("unsaved_pages", _C, COUNTERS["pages_not_saved"]),
         Family(
             "promoted_pages",
             _C,
-            "Promoted pages that were restored to VRAM (used) or evicted before (wasted).",
+            "Promoted pages that were restored to VRAM (used) or evicted unused (wasted).",
         ),
         Family("promoted_bytes", _C, "Bytes of these pages, uncompressed."),
         Family("promoted_ahead_pages", _C, COUNTERS["pages_promoted_ahead"]),
@@ -141,7 +148,7 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "hints",
             _C,
-            "KV hints. A deferred one is counted again with its final outcome.",
+            "KV hints. A deferred hint is counted again with its final outcome.",
         ),
         Family("hints_ignored", _C, COUNTERS["hints_ignored"]),
         Family("jobs_inferred", _C, COUNTERS["jobs_inferred"]),
@@ -333,7 +340,8 @@ SERIES: Mapping[str, Series] = {
     "jobs_waiting_for_room": Series("held_jobs", {}),
     **_by("forecast_error_ratio", "forecast", {"gap_over_median": "median", "gap_over_p90": "p90"}),
 }
-"""The series of each event, measurement and observation."""
+"""The series that reports each counter, gauge or histogram of the module ``metrics``, by the name
+in that module."""
 
 PART_OF: Mapping[str, str] = {
     "prompt_tokens_ssd": "prompt_tokens_cpu",
@@ -342,8 +350,8 @@ PART_OF: Mapping[str, str] = {
     "cpu_bytes_compressed": "cpu_bytes",
     "cpu_bytes_whole_compressed": "cpu_bytes_whole",
 }
-"""Events that also count in another event, and measurements that are part of another. Both events
-are always reported together."""
+"""Counters and gauges whose value is included in another counter or gauge, by name, with the name
+of the other. Both are always reported together."""
 
 
 def _labels_of_families() -> dict[str, dict[str, tuple[str, ...]]]:
@@ -365,12 +373,12 @@ _EVENT_OF = {
 
 
 def event_of(name: str, labels: Mapping[str, str]) -> str | None:
-    """Return the event or measurement that a sample on ``/metrics`` reports; None if the metric
-    belongs to another program or to a histogram.
+    """Return the name of the counter or gauge that a sample on ``/metrics`` reports, as in the
+    module ``metrics``; None if the sample belongs to another program or to a histogram.
 
     Args:
         name: name of the sample.
-        labels: its labels, including the engine's.
+        labels: labels of the sample, including the engine's label.
     """
     family = FAMILIES.get(name.removeprefix(PREFIX).removesuffix("_total"))
     if family is None:

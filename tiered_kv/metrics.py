@@ -1,7 +1,7 @@
 """Counters, gauges and histograms: pages, pins, jobs, decisions and failures.
 
-A ``Counters`` only counts up; ``take`` returns the increments since the last call, with which the
-engine's metrics are updated. The names in this module are used in the code and in
+The values in ``Counters`` never decrease. ``Counters.take`` returns the increments since its last
+call, which are added to the engine's metrics. The names in this module are used in the code and in
 ``/tiered_kv/status``; ``metric_families`` has the names on ``/metrics``.
 """
 
@@ -15,7 +15,7 @@ from .tiers import TierId
 GAP_CLASSES = ("fast", "slow", "uncertain", "unclassed")
 """Classes of gaps. ``unclassed`` is for policies without classes."""
 DECIDED = ("pin", "cpu", "store", "drop")
-"""Decisions of a policy: where a turn's KV waits."""
+"""Decisions of a policy: the tiers in which a turn's KV can be kept, and ``drop`` for none."""
 
 
 HINT_INTENTS = ("retain", "pin", "prefetch", "demote", "release", "revise")
@@ -76,7 +76,7 @@ COUNTERS: Mapping[str, str] = {
     "fetch_seconds": "Seconds spent on reading pages from the remote store, on the slowest rank.",
     "share_failures": "Pages that could not be written to the remote store.",
     "fetch_failures": "Pages that could not be read from the remote store, or were damaged.",
-    "pages_not_shared": "Pages not written to the remote store: its queue was full.",
+    "pages_not_shared": "Pages not written to the remote store because its queue was full.",
     "remote_bytes_written": "Bytes written to the remote store, over all ranks, as stored.",
     "remote_bytes_read": "Bytes read from the remote store, over all ranks, as stored.",
     "remote_pages_bad": "Values in the remote store that are not the requested page.",
@@ -111,7 +111,7 @@ COUNTERS: Mapping[str, str] = {
     "pins_ended_given_up": "Pins released because their job is no longer expected.",
     "pins_ended_reset": "Pins released by a cache reset, the watchdog, or a failed hook.",
     "pins_ended_closed": "Pins released because the engine stopped.",
-    "pins_refused": "Pins refused or reduced: the pin budget was exhausted.",
+    "pins_refused": "Pins refused or reduced because the pin budget was exhausted.",
     "hints_ignored": "Invalid hints from clients.",
     **{
         hint_event(intent, outcome): f"Hints to {intent} KV that were {outcome}."
@@ -126,14 +126,14 @@ COUNTERS: Mapping[str, str] = {
     "jobs_forked": "Jobs created as forks of others.",
     "kv_events": "KV events published for tiers outside VRAM.",
     "kv_event_pages_dropped": "Pages reported as removed because too many had been reported.",
-    "answers_unread": "Answers whose tool calls were not read: the queue was full.",
-    "tool_read_errors": "Tool calls that could not be read: the parser or the tokenizer failed.",
+    "answers_unread": "Answers whose tool calls were not read because the queue was full.",
+    "tool_read_errors": "Tool calls that could not be read because the parser or tokenizer failed.",
     "concurrent_turns": "Turns that arrived during another turn of their job.",
     "jobs_held": "New jobs that were held back.",
     "watchdog_barks": "Times that the watchdog released all pins and held-back jobs.",
     "hook_errors": "Exceptions in hooks that were hidden from the engine.",
     "trace_dropped": "Turns and steps missing in the trace because its writer was slow or failed.",
-    "resets": "Cache resets, and calls that may have changed weights: all pages became invalid.",
+    "resets": "Cache resets, and calls that may have changed weights. Both invalidate all pages.",
     "weight_updates": "Calls that may have changed weights.",
     **{
         decision_event(tier, gap_class): f"Gaps of class {gap_class} with decision {tier}."
@@ -165,7 +165,7 @@ GAUGES: Mapping[str, str] = {
     "ssd_bytes_whole": "Bytes that the pages on SSD would occupy uncompressed, over all ranks.",
     "ssd_bytes_most": "Size of the SSD tier, over all ranks.",
     "pinned_blocks": "Pinned VRAM blocks.",
-    "orders_in_flight": "Orders not yet reported by every rank.",
+    "orders_in_flight": "Orders to workers that not every rank has reported as finished.",
     "jobs": "Known jobs.",
     "jobs_begun": "Admitted jobs that occupy KV space, or will in their next turn.",
     "jobs_waiting_for_room": "New jobs that are being held back.",
@@ -179,8 +179,8 @@ HISTOGRAMS: Mapping[str, str] = {
 }
 
 MOST_OBSERVED = 4096
-"""Maximum number of observations kept per histogram. If vLLM's statistics are off, they are never
-taken."""
+"""Maximum number of observations kept per histogram, because ``take_observed`` is never called if
+vLLM's statistics are off."""
 
 
 class Counters:
@@ -194,7 +194,8 @@ class Counters:
         self._tiers: dict[TierId, TierCounters] = {}
 
     def start(self, names: Iterable[str]) -> None:
-        """Add counters, at 0. The next ``take`` returns them."""
+        """Add counters that are not in ``COUNTERS``, with the value 0. The next ``take`` returns
+        their names with an increment of 0."""
         zeros = dict.fromkeys(names, 0)
         self.totals |= zeros
         self._fresh |= zeros

@@ -29,7 +29,8 @@ class Outbox(list[T]):
 
 
 class OrderKind(Enum):
-    """Type of an order: its name in the status, and in the trace of steps."""
+    """Type of an order. The values are its name in the status and its name in the trace of
+    steps."""
 
     SAVE = "save", "save"
     LOAD = "restore", "load"
@@ -59,7 +60,7 @@ class SaveOrder:
     """Copy ``blocks[i]`` of VRAM to ``slots[i]`` of the CPU pool, after this step's forward pass.
 
     Attributes:
-        group: position of the pages' group.
+        group: position of the pages' group among the engine's groups.
         keys: keys of the pages. They identify the contents of the worker's slots, which are
             flushed when the engine stops.
     """
@@ -80,7 +81,7 @@ class PackOrder:
     that the bundle fills.
 
     Attributes:
-        group: position of the pages' group.
+        group: position of the pages' group among the engine's groups.
         keys: keys of the pages. Later orders refer to a page by its key and the bundle's first
             slot.
     """
@@ -98,7 +99,7 @@ class LoadOrder:
     """Copy ``slots[i]`` of the CPU pool to ``blocks[i]`` of VRAM for one request.
 
     Attributes:
-        group: position of the pages' group.
+        group: position of the pages' group among the engine's groups.
         slots: slot of each page; for a cold page, the ``cold_place`` of its bundle, which is
             negative.
         cold: keys of the cold (compressed) pages, in the order of ``slots``.

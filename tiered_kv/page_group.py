@@ -1,14 +1,15 @@
-"""A group of pages: KV of one type, whose blocks have one geometry.
+"""A group of pages: KV of one type, whose blocks all have the same geometry.
 
 An engine has one group for each type of attention or state that it keeps. All groups share the
-block ids of VRAM and the slots of the CPU pool; a page takes a whole slot and fills its own bytes.
+block ids of VRAM and the slots of the CPU pool. A page takes a whole slot, even if it is smaller
+than the slot.
 
-The reach of an attention type is the earlier tokens whose KV the next token needs.
+The reach of an attention type comprises the earlier tokens whose KV the next token needs.
 
 A hit of N tokens needs only the blocks that contain the next token's reach. vLLM calls the tokens
 before the reach skipped, and has no blocks for them.
 
-The layout of a page is the byte regions of a block, and their order in a slot.
+The layout of a page comprises the byte regions of a block, and their order in a slot.
 
 A block of VRAM is scattered over the engine's allocation. A slot of the CPU pool is one run of
 bytes. ``PageLayout`` maps one to the other. It is independent of the meaning of the bytes, so it
@@ -44,7 +45,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """``count`` runs of ``nbytes`` for each block, at a distance of ``run_stride`` bytes.
+    """``count`` runs of ``nbytes`` bytes for each block, at intervals of ``run_stride`` bytes.
 
     Run ``r`` of block ``b`` starts at ``offset + r*run_stride + b*block_stride``.
     """
@@ -92,10 +93,11 @@ def page_layout(placements: Iterable[Placement], num_blocks: int) -> PageLayout:
 
     Layer-outermost layouts give each layer one run per block (or one per head group, when a layer's
     stride spans several block-strided areas). Block-outermost layouts pack all layers of a block
-    into one run. Several placements then name the same packed block, which is used once.
+    into one run. Several placements then describe the same packed block, which is included once.
 
     Raises:
-        ValueError: a layer stride is not a whole number of block-strided areas.
+        ValueError: there are no placements, or a layer stride is not a whole number of
+            block-strided areas.
     """
     regions: dict[int, Region] = {}
     for place in placements:
@@ -142,6 +144,9 @@ class KvReach:
         kind: type of KV.
         span: length of the window or chunk, tokens; 0 for other types.
         extra: tokens kept before the window, which a drafter may recompute.
+
+    Raises:
+        ValueError: a window or chunk has no span, or another type has a span.
     """
 
     kind: KvKind = KvKind.FULL

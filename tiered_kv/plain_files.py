@@ -20,8 +20,8 @@ LEFT_OVER_S = 3600.0
 
 
 def open_plain(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
-    """Open a plain file, and return its descriptor. Links are not followed, and the call never
-    blocks.
+    """Open a plain file, and return its descriptor. Symbolic links are not followed, and the call
+    does not block if the path is a pipe.
 
     Args:
         dir_fd: an open folder that ``path`` is relative to.
@@ -88,7 +88,7 @@ def check_owner(path: Path) -> None:
     target are checked.
 
     Raises:
-        PermissionError: another user may have created it.
+        PermissionError: another user may have created the folder or file.
         OSError: the path is missing, or cannot be examined.
     """
     link, there = path.lstat(), path.stat()
@@ -135,8 +135,8 @@ def replace_file(path: Path, data: bytes, *, beside: Path | None = None, durable
     complete old file or the complete new one.
 
     Args:
-        beside: the temporary name, whose file is removed first; by default, a name that no other
-            process chooses. With the default, files that killed processes left next to ``path`` are
+        beside: temporary path. A file that exists there is removed first. By default, a random name
+            next to ``path`` is used, and old temporary files that killed processes left there are
             removed.
         durable: True to make the contents durable before the rename.
 
@@ -165,7 +165,8 @@ def replace_file(path: Path, data: bytes, *, beside: Path | None = None, durable
 
 
 def _sweep(path: Path) -> None:
-    """Remove temporary files that killed processes left for ``path``. Never fails."""
+    """Remove temporary files of ``path`` that are older than ``LEFT_OVER_S``, because killed
+    processes left them. Errors are ignored."""
     unfinished = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}")
     with contextlib.suppress(OSError):
         for one in path.parent.iterdir():

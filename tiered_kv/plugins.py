@@ -1,4 +1,5 @@
-"""Parts chosen by name, or as ``module:Class`` from a package of the operator's own."""
+"""Replaceable parts of a server, such as policies and codecs: chosen by name, or as
+``module:Class`` from the operator's own package."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def load(
         contracts: classes or Protocols whose public methods a ``module:Class`` must have.
 
     Raises:
-        ConfigError: there is no such part; the message names a valid one.
+        ConfigError: there is no such part, its module cannot be imported, or it lacks methods of
+            the contracts.
     """
     if name in known:
         return known[name]

@@ -55,7 +55,13 @@ class Vram(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Cpu(JsonObject):
-    """The CPU tier. ``slots`` is 0 if the tier is disabled."""
+    """The CPU tier.
+
+    Attributes:
+        slots: number of slots; 0 if the tier is disabled.
+        bytes, used_bytes: size of all slots, and of the slots in use, over all ranks.
+        compressed_share: compressed pages, as a fraction of all pages.
+    """
 
     pages: int
     slots: int
@@ -102,7 +108,11 @@ class Tiers(JsonObject):
 
     @classmethod
     def from_json(cls, found: object) -> Self:
-        """Read the tiers from a list."""
+        """Read the tiers from a list, in any order.
+
+        Raises:
+            ValueError: the list is not a list of objects, or a tier is missing or invalid.
+        """
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
             raise ValueError("the value is not a list of objects")
         lower = [one for one in found if one.get("tier") not in ("vram", "cpu")]
@@ -112,8 +122,13 @@ class Tiers(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Pins(JsonObject):
-    """Pins between turns: the number of jobs with a pin, of their blocks, and of the blocks that
-    may be pinned."""
+    """Pins between turns.
+
+    Attributes:
+        jobs: number of jobs with a pin.
+        blocks: number of pinned blocks.
+        most_blocks: maximum number of blocks that may be pinned.
+    """
 
     jobs: int
     blocks: int
@@ -195,7 +210,7 @@ class EngineStatus(JsonObject):
     """The status of an engine.
 
     Attributes:
-        engine: rank of the engine.
+        engine: data-parallel rank of the engine.
         transfers: orders in flight, by type.
         counters: totals since the engine started, as in ``/metrics``.
     """
@@ -226,7 +241,8 @@ class EngineStatus(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus(JsonObject):
-    """The answer of ``/tiered_kv/status``."""
+    """The answer of ``/tiered_kv/status``: the versions of tiered-kv and vLLM, and the status of
+    every engine."""
 
     version: str
     vllm_version: str
@@ -270,8 +286,10 @@ class JobKv(JsonObject):
     """The KV of a job.
 
     Attributes:
-        until: time at which its pin ends.
-        back_at: time at which its pages should be in CPU memory again.
+        until: time at which the job's pin ends; None without a pin, and while a turn of the job
+            runs.
+        back_at: time at which the job's pages should be in CPU memory again; None if they are not
+            scheduled for promotion.
     """
 
     where: Where
@@ -291,7 +309,14 @@ class Quantiles(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class JobDecision(JsonObject):
-    """The last decision for a job."""
+    """The last decision for a job.
+
+    Attributes:
+        tier: tier of the decision.
+        ttl_s: maximum duration of the pin, seconds; 0 without a pin; None if unlimited, or if the
+            server does not report it.
+        gap_class: class of the gap; None for policies without classes.
+    """
 
     renamed: ClassVar[Mapping[str, str]] = {"gap_class": "class"}
     tier: str
@@ -308,8 +333,9 @@ class JobStatus(JsonObject):
         number: position in the list of its engine's jobs.
         salted: True if its client uses a cache salt.
         turn: number of turns so far.
-        began: time at which its first turn arrived.
-        since: time at which its gap started, or at which the first of its live turns arrived.
+        began: time at which its first turn arrived; None if the server does not report it.
+        since: time at which its gap started, or at which the first of its queued or running turns
+            arrived; None if the job is silent.
         forecast: quantiles of its open gap; None without a forecast.
         session, agent, parent: as in the trace (``tiered_kv.trace.turn_record``).
     """
@@ -333,7 +359,8 @@ class JobStatus(JsonObject):
 
     @property
     def expected_at(self) -> float | None:
-        """Median of the time at which the next turn arrives; None without a forecast."""
+        """Median forecast of the time at which the next turn arrives; None unless the job is
+        between turns and has a forecast of the median."""
         q50_s = self.forecast.q50_s if self.forecast is not None else None
         if self.state is not JobState.WAITING or self.since is None or q50_s is None:
             return None
@@ -357,7 +384,11 @@ class Cursor(JsonObject):
 
     @classmethod
     def from_json(cls, found: object) -> Self:
-        """Read the cursor from a text."""
+        """Read the cursor from a text such as "0.57".
+
+        Raises:
+            ValueError: the value is not such a text.
+        """
         matched = _CURSOR.fullmatch(found) if isinstance(found, str) else None
         if matched is None:
             raise ValueError("the value is not a position in a list of jobs")
@@ -394,7 +425,8 @@ class SnapshotMade(JsonObject):
     """The answer to a request for a snapshot.
 
     Attributes:
-        tokens, kv_tokens: number of tokens of the job's context, and number of those that have KV.
+        tokens, kv_tokens: number of tokens of the job's context, and number of these tokens that
+            have KV.
         stored_bytes, shared_bytes: size of all pages of the snapshot, and of its pages that other
             snapshots already had.
         name: name of the snapshot in the server's folder; None once the command has moved it to
@@ -422,6 +454,7 @@ class JobRestored(JsonObject):
 
     Attributes:
         cache_salt: the cache salt that the job's turns must send; None if none is needed.
+        ms: duration of the restore, milliseconds.
     """
 
     engine: int

@@ -16,6 +16,6 @@ SPECULATED_STATES = (
 
 
 def parse_version(version: str) -> tuple[int, int] | None:
-    """First two numbers of a version; None if the text is not a version."""
+    """Return the first two numbers of a version; None if the text is not a version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match is not None else None

@@ -92,7 +92,8 @@ class Ask:
         max_tokens: length of the answer, tokens. The model's end-of-text token is ignored.
         session: value of the header ``X-Session-ID``; None omits the header.
         salt: value of ``cache_salt``; None omits the field.
-        forced: token ids that the server must answer. The server needs ``forcing.SERVER_ARGS``.
+        forced: token ids that the server must generate as its answer. The server must run with
+            ``forcing.SERVER_ARGS``.
         logprobs: number of alternatives per answered token; None requests no logprobs.
         extra: further fields of the body, such as those returned by ``Hints.body``.
         plain: send only fields of OpenAI's own API. The model may then end the answer before
@@ -162,7 +163,7 @@ class Answer:
         text: the answer without the model's reasoning.
         cached_tokens: prompt tokens that the server reports as cached; None if it reports none.
         tokens: ids of the answer's tokens, if the prompt was token ids.
-        times: arrival of each token, on the same clock as ``sent_at``.
+        times: arrival time of each token in ``tokens``, on the same clock as ``sent_at``.
         logprobs: raw logprobs of the answer's tokens, if requested.
         margins: lead of the best over the second best alternative, in nats, if at least two
             alternatives were requested.
@@ -241,7 +242,8 @@ def ask_over(
     *,
     on_token: Callable[[Reading], None] | None = None,
 ) -> Answer:
-    """Send a turn of token ids over an open connection, and block until the answer is complete.
+    """Send a turn to the completions route over an open connection, and block until the answer is
+    complete.
 
     Args:
         on_token: called after each received chunk, with the answer so far. If given, the answer is
@@ -250,7 +252,8 @@ def ask_over(
     Raises:
         httpx.HTTPError: the connection failed, or the server refused a request whose answer is not
             streamed.
-        AnswerError: as for ``Client.ask``, or the server refused a streamed request.
+        AnswerError: as for ``Client.ask``, or the server refused a streamed request or reported an
+            error in the stream.
     """
     body, reading = ask.body(model, stream=on_token is not None), Reading(ask)
     if on_token is None:

@@ -12,7 +12,8 @@ from .paired import PairedRatio
 from .results import JobDone, Kept, Run, TurnDone
 
 BUSY_CORES = 0.15
-"""Mean number of cores. If other programs used more, the results contain a note."""
+"""Threshold, cores. The results contain a note if other programs used more on average during a run.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Compared:
     Attributes:
         rounds: ratio of mean completion times, one per round.
         jobs: number of job pairs over all rounds.
-        mean, p90, p95: ratios of completion times.
+        mean, p90, p95: ratios of the mean and of the 90th and 95th percentiles of completion times.
         ttft: ratio of mean times to first token.
         tpot: ratio of mean times per output token; None if a server does not stream its answers.
         tokens_per_s: ratio of throughputs, prompt and answer tokens per second of the whole run.
@@ -88,7 +89,7 @@ def completions(run: Run, among: frozenset[str] | None = None) -> list[float]:
 
 
 def common(runs: Iterable[Run]) -> frozenset[str]:
-    """Return the names of the jobs that finished in every run."""
+    """Return the names of the jobs that finished in every run. There must be at least one run."""
     names = [{job.name for job in run.finished} for run in runs]
     return frozenset(set.intersection(*names))
 

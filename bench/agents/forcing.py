@@ -1,4 +1,4 @@
-"""Names for forced outputs that the client and the logits processor in the server share.
+"""Request field, server arguments and server environment for forced outputs.
 
 Imports neither vLLM nor torch.
 """
@@ -14,7 +14,8 @@ XARG = "forced_tokens"
 """Key in ``vllm_xargs`` for the ids, a JSON list of integers."""
 
 SERVER_ARGS = ("--logits-processors", "tiered_kv.bench.agents.forced:ForcedTokens")
-"""Arguments of a server that forces outputs. ``--logprobs-mode`` keeps vLLM's default, raw."""
+"""Arguments of a server that forces outputs. ``--logprobs-mode`` must keep vLLM's default,
+``raw_logprobs``."""
 
 
 def server_env() -> dict[str, str]:

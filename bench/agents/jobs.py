@@ -101,9 +101,9 @@ class RecordedJobs:
     """Jobs of a recording.
 
     Attributes:
-        left_out: sessions and turns that are not played, by reason: ``nulls`` in the recording,
-            ``too_short`` (includes sessions with a prompt that does not continue the previous one)
-            and ``too_long``.
+        left_out: sessions and turns that are not played, by reason: ``nulls`` (the recording has a
+            null value), ``too_short`` (includes sessions with a prompt that does not continue the
+            previous one) and ``too_long``.
     """
 
     jobs: list[Job]
@@ -202,8 +202,9 @@ class Load:
         task: mean number of tokens that a job's first turn adds to the system prompt.
         result: mean length of a tool's result, which each later turn adds.
         answer: length of every answer.
-        gap_s: median tool time. Gaps are lognormal with ``gap_spread``, and at most
-            ``gap_limit_s``.
+        gap_s: median tool time.
+        gap_spread: standard deviation of the logarithm of the tool time, which is lognormal.
+        gap_limit_s: maximum tool time. Longer times are shortened to this limit.
         apart_s: mean time between job starts.
     """
 

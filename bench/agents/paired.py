@@ -22,10 +22,10 @@ class PairedRatio:
     other load affects both and cancels in the ratio. Slowdowns multiply times, so ratios are
     averaged as logarithms. Then A over B is the inverse of B over A, including its interval.
 
-    There are three to ten rounds. For so few, a bootstrap gives too narrow an interval (with three
-    rounds, one draw in nine is a single round), and resampling the jobs of a round would treat
-    concurrent jobs as independent. Student's t is exact for few pairs if the logarithms are normal;
-    ``drawn_order`` makes their errors independent and symmetric.
+    There are three to ten rounds. For so few rounds, a bootstrap gives too narrow an interval (with
+    three rounds, one resample in nine consists of a single round), and resampling the jobs of a
+    round would treat concurrent jobs as independent. Student's t is exact for few pairs if the
+    logarithms are normal; ``drawn_order`` makes their errors independent and symmetric.
 
     Attributes:
         value: geometric mean of the ratios.
@@ -41,7 +41,8 @@ class PairedRatio:
         """Return the ratio of ``ours`` to ``theirs``. Each position is a pair.
 
         Raises:
-            ValueError: there are no pairs, or the sequences differ in length.
+            ValueError: there are no pairs, the sequences differ in length, or a ratio is not
+                positive.
         """
         logs = [math.log(one / other) for one, other in zip(ours, theirs, strict=True)]
         if not logs:

@@ -33,7 +33,7 @@ class TokenContext:
         self._ids += turn.added
 
     def answered(self, answer: Answer) -> None:
-        """Append an answer."""
+        """Append the tokens of an answer."""
         self._ids += answer.tokens
 
     def prompt(self, _api: Api) -> Prompt:
@@ -66,8 +66,8 @@ class Conversation:
         self._append("user", turn.text)
 
     def answered(self, answer: Answer) -> None:
-        """Append an answer. An empty answer becomes a space, because some servers refuse empty
-        messages.
+        """Append an answer as a message. An empty answer becomes a space, because some servers
+        refuse empty messages.
         """
         self._append("assistant", answer.text or " ")
 

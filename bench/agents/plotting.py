@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#999933")
-"""Distinguishable with any colour vision: Okabe and Ito, "Color Universal Design", 2008. The last
-colour replaces their yellow, which is hard to see on white."""
+"""Colours that are distinguishable with any colour vision, from Okabe and Ito, "Color Universal
+Design", 2008. The last colour replaces the authors' yellow, which is hard to see on white."""
 MARKERS = "osD^vPX*<>hp"
 """Markers that distinguish the series in greyscale prints."""
 

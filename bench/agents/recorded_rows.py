@@ -89,7 +89,7 @@ def first_row(path: Path) -> Row:
 
 @dataclass(slots=True)
 class _At:
-    """Position of the line that is read, for error messages."""
+    """Number of the line that is being read, for error messages."""
 
     line: int = 0
 
@@ -143,18 +143,29 @@ def as_row(found: object) -> Row:
 def rows_in(row: Row, name: str) -> list[Row]:
     """Return the list of objects in a field. A null in the list stands for an empty object. A
     missing or null field is an empty list.
+
+    Raises:
+        ValueError: the field is not a list of objects and nulls.
     """
     found = _checked(row, name, json_fields.items) if row.get(name) is not None else []
     return [{} if one is None else as_row(one) for one in found]
 
 
 def real(row: Row, name: str) -> float:
-    """Return the number in a field. It must be 0 or more."""
+    """Return the number in a field.
+
+    Raises:
+        ValueError: the field is missing or null, or is not a number from 0 to ``MOST``.
+    """
     return _checked(row, name, lambda found: json_fields.real(found, most=MOST))
 
 
 def whole(row: Row, name: str) -> int:
-    """Return the whole number in a field. It must be 0 or more."""
+    """Return the whole number in a field.
+
+    Raises:
+        ValueError: the field is missing or null, or is not a whole number from 0 to ``MOST``.
+    """
     found = real(row, name)
     if found != int(found):
         raise ValueError(f"{name}: {found:g} is not a whole number")
@@ -162,17 +173,29 @@ def whole(row: Row, name: str) -> int:
 
 
 def text(row: Row, name: str) -> str:
-    """Return the text in a field."""
+    """Return the text in a field.
+
+    Raises:
+        ValueError: the field is missing or null, or is not a text.
+    """
     return _checked(row, name, lambda found: json_fields.string(found, most=MOST))
 
 
 def identity(row: Row, name: str) -> int | str:
-    """Return the identifier in a field, which is a whole number or a text."""
+    """Return the identifier in a field, which is a whole number or a text.
+
+    Raises:
+        ValueError: the field is missing or null, or has another type.
+    """
     return _checked(row, name, _identity)
 
 
 def hashes(row: Row) -> tuple[int | str, ...]:
-    """Return the hashes of a prompt's blocks."""
+    """Return the hashes of a prompt's blocks, from the field ``hash_ids``.
+
+    Raises:
+        ValueError: the field is missing or null, or is not a list of whole numbers and texts.
+    """
     return _checked(row, "hash_ids", lambda found: tuple(map(_identity, json_fields.items(found))))
 
 
@@ -183,7 +206,11 @@ def _identity(found: object) -> int | str:
 
 
 def known(row: Row, name: str, read: Callable[[Row, str], Read]) -> Read | None:
-    """Return the value of a field, parsed by ``read``; None if the field is null or missing."""
+    """Return the value of a field, parsed by ``read``; None if the field is null or missing.
+
+    Args:
+        read: parses the field with this name, or raises ``ValueError``.
+    """
     return None if row.get(name) is None else read(row, name)
 
 
@@ -210,6 +237,7 @@ def common_blocks(one: Sequence[object], other: Sequence[object]) -> int:
 
 def gap_between(apart_s: float | None, output_tokens: float) -> float:
     """Estimate the seconds from an answer to the next request, from the times of both requests.
+    Returns at least 0.05 s, or 0 after the last request.
 
     Args:
         apart_s: seconds from request to request; None after the last request.
@@ -230,7 +258,8 @@ def check_times(path: Path, unit: str, pairs: Iterable[tuple[float, float]]) -> 
             number of tokens in the answer.
 
     Raises:
-        RecordingError: every request is followed by another before its answer can have ended.
+        RecordingError: there are at least three pairs, and in every pair the successor was sent
+            before the first request's answer can have ended.
     """
     found = list(pairs)
     some_s = max((apart_s for apart_s, _ in found), default=0.0)

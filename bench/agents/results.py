@@ -41,7 +41,7 @@ class TurnDone:
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """A job, finished or not.
+    """Result of a job that finished or failed.
 
     Attributes:
         began_s, ended_s: seconds since the start of the run. Their difference is the completion
@@ -62,18 +62,20 @@ class JobDone:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One workload on one server.
+    """Results of one workload on one server.
 
     Attributes:
         server: name of the server in the results.
         load: name of the load; ``jobs_per_s`` is its arrival rate.
-        round: 0 for the first.
+        round: number of the round, from 0.
         flags, versions: server flags and package versions; empty for a server that was already
             running.
         cpu_s: processor time of the server during the run.
         rss_bytes: resident memory of the server at the end.
-        agents: sub-agents as separate jobs. The times of their parent jobs include them.
-        reports_cached: True if the server reported ``cached_tokens``. Otherwise they are 0.
+        agents: sub-agents as separate jobs. A parent job's time includes the times of its
+            sub-agents.
+        reports_cached: True if the server reported cached prompt tokens. Otherwise
+            ``cached_tokens`` is 0 in all turns.
         counts: prompt tokens by the server's own counters: all (``asked``), found in VRAM
             (``vram``) and restored by the connector (``connector``).
     """

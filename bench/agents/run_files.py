@@ -29,7 +29,7 @@ class Ledger:
             ``runs-before``, and the old contents of ``runs-before`` are deleted.
 
     Raises:
-        RunFileError: with ``resume``, the existing runs have another plan, or one that cannot be
+        RunFileError: with ``resume``, the existing runs have another plan, or their plan cannot be
             read.
     """
 
@@ -70,8 +70,11 @@ class Ledger:
     def get_or_measure(
         self, load: str, number: int, server: str, measure: Callable[[], Kept | str]
     ) -> Kept | str:
-        """Return the stored run. If ``get`` returns None, call ``measure``, store its result and
+        """Return what ``get`` returns. If it returns None, call ``measure``, store its result and
         return it.
+
+        Raises:
+            RunFileError: the file cannot be read.
         """
         found = self.get(load, number, server)
         if found is None:

@@ -70,8 +70,8 @@ def read_recording(path: Path) -> Recording:
     are left out, and so are turns without a session.
 
     Raises:
-        RecordingError: the file does not exist, has lines that are not turns with texts, or has no
-            session without a null in its first turn.
+        RecordingError: the file does not exist, has lines that are not turns with texts, has no
+            session without a null in its first turn, or its times are not in microseconds.
     """
     by_session: dict[str | None, list[Row]] = defaultdict(list)
     for row in read_rows(path, _turn):
@@ -100,7 +100,11 @@ def read_recording(path: Path) -> Recording:
 
 
 def _turn(row: Row) -> dict[str, Any]:
-    """Return a turn's validated fields. A field is None if its value is null."""
+    """Return a turn's validated fields. A field is None if its value is null.
+
+    Raises:
+        ValueError: a field is missing, or has the wrong type.
+    """
     if not row.keys() >= FIELDS:
         raise ValueError(
             f"it lacks {', '.join(sorted(FIELDS - row.keys()))}, and has {names(row)}: it is not a "
@@ -110,8 +114,8 @@ def _turn(row: Row) -> dict[str, Any]:
 
 
 def _known(name: str | None, turns: Sequence[Row]) -> list[Recorded]:
-    """Return the turns of a session, by time, up to the first null text. Returns no turns if the
-    session's name or any time is null.
+    """Return the turns of a session, by time, before the first turn with a null text. Returns no
+    turns if the session's name or any time is null.
     """
     if name is None or any(turn["timestamp"] is None for turn in turns):
         return []

@@ -1,4 +1,4 @@
-"""Adds the sources of each turn's prompt from the connector's trace."""
+"""Adds to each turn the tiers that its prompt came from, as recorded in the connector's trace."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _REQUEST_ID = re.compile(r"cmpl-(?P<name>.*)-0-[0-9a-f]{8}", re.DOTALL)
 
 
 def with_sources(jobs: Iterable[JobDone], trace: Path) -> tuple[JobDone, ...]:
-    """Return the jobs with ``sources`` of the turns that the trace contains: tokens by vram, cpu,
-    ssd and recomputed, which add up to the prompt.
+    """Return the jobs with the ``sources`` of each turn: the number of prompt tokens by vram, cpu,
+    ssd and recomputed, which add up to the prompt. Turns that the trace does not contain get empty
+    ``sources``.
 
     A turn's record is found by the request id that the player sent, or by its job and number. If a
     turn has several records, the last one counts. The connector records a turn when the next one

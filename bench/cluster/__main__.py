@@ -118,7 +118,8 @@ def move(
             store.
         ``equal``: True if both replicas give the same answers to second turns whose first turn came
             entirely from the store. The first replica uses its own KV, so both replicas compute the
-            same tokens in the same shapes; other shapes can flip a near tie.
+            same tokens in batches of the same shape. In another shape, rounding could change a
+            token whose two best logits are nearly equal.
         ``compared``: number of tokens in these answers.
         ``logprob_difference``: largest difference between the logprobs of these answers.
         ``cold_ms``, ``moved_ms``: median time to first token of prompts that no replica has, and of
@@ -211,7 +212,8 @@ def _run(job: str, text: Sequence[int], places: Sequence[Replica]) -> float:
 
 
 def measure_faults(model: Path, only: list[str], tick: Tick) -> dict[str, Any]:
-    """Measure faults one after another, on the same replicas.
+    """Measure faults one after another, on the same replicas. Returns the results of each fault
+    under ``faults``, and the worst figures of all faults.
 
     Args:
         only: names of the faults; empty means all.
@@ -286,7 +288,8 @@ def main(
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure jobs that move between replicas."""
+    """Measure jobs that move between replicas, or what ``--faults``, ``--valkey-cluster`` or
+    ``--router`` selects instead."""
     if behind_router and (trouble or fault or ranks or folder or valkey_cluster):
         raise typer.BadParameter(
             "--router cannot be combined with options that select another measurement"

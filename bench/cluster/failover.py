@@ -31,7 +31,8 @@ class Changes:
 
     Attributes:
         moved: number of times that a slot was moved.
-        promoted_at: time at which all nodes knew the new master, on the monotonic clock.
+        promoted_at: time at which all nodes knew the new master, on the monotonic clock; None until
+            then.
     """
 
     moved: int = 0
@@ -51,8 +52,8 @@ def _slots_with_keys(cluster: ValkeyCluster) -> list[int]:
 
 @contextmanager
 def changing(cluster: ValkeyCluster, lost: ValkeyServer) -> Iterator[Changes]:
-    """Move slots to other masters, one after another, and record when the partner of the lost
-    master is promoted. Ends with the block."""
+    """Move slots to other masters, one after another, and record when the lost master's replica is
+    promoted. Yields the changes so far. Slots stop moving when the block ends."""
     changes, over, slots = Changes(), threading.Event(), _slots_with_keys(cluster)
 
     def move() -> None:
@@ -104,9 +105,12 @@ def fail_over(
         ``answers_right``: True if all answers equal those of the replica without a store.
         ``remote_share``: fraction of the first turns' tokens that came from the store, in turns
             that started at least a second after the replica's promotion; None without such turns.
-        ``worst_wait_s``: longest time that a turn waited for the store, seconds.
-        ``in_time``: True if no turn waited longer than 120 ms plus the time to compute its prompt.
-        ``promoted_s``: time from the kill until all nodes knew the new master, seconds.
+        ``worst_wait_s``: longest time that a turn waited for the store, seconds; None if the trace
+            contains none of the turns.
+        ``in_time``: True if the trace contains all turns, and none waited longer than 120 ms plus
+            the longest time to compute a prompt.
+        ``promoted_s``: time from the kill until all nodes knew the new master, seconds; None if
+            that did not happen.
         ``moved_slots``: number of times that a slot was moved during the second turns.
         ``remote_tokens``: tokens that came from the store, for each second turn.
         ``counted``: number of turns that count for ``remote_share``.

@@ -27,8 +27,8 @@ from .replicas import Replica
 DELAY_S, BYTES_PER_S = 0.2, 1_000_000
 PIECE, SLOW_PIECE = 64 << 10, 16 << 10
 LONG = 1_000
-"""Minimum length of a piece in which a byte is flipped, so that the byte belongs to a value and not
-to the protocol's framing."""
+"""Minimum length of a piece in which a byte is changed, in bytes. In a piece of this length, the
+byte belongs to a value and not to the protocol's framing."""
 ANSWER, ADDED = 8, 40
 RECOVERY_S = 150.0
 LOOKUPS_S, SLACK_S = 0.1, 0.02
@@ -175,13 +175,16 @@ def suffer(
     Returns:
         ``right``: True if all answers equal those of the replica without a store.
         ``remote_tokens``: prompt tokens that came from the store nonetheless.
-        ``longest_wait_ms``: longest time that a turn waited for the store.
-        ``in_time``: True if no turn waited longer than 120 ms plus the time to compute its prompt.
-        ``p95_ratio``, ``p50_ratio``: quantiles of times to first token, over the same quantiles
-            without a store.
+        ``longest_wait_ms``: longest time that a turn waited for the store; NaN if the trace
+            contains none of the turns.
+        ``in_time``: True if the trace contains all turns, and none waited longer than 120 ms plus
+            the longest time to compute a prompt.
+        ``p95_ratio``, ``p50_ratio``: quantiles of times to first token, divided by the same
+            quantiles without a store.
         ``noise``: P95 over median of the times to first token without a store. About 1 on a quiet
             machine, because all turns compute the same number of tokens.
-        ``first_ms``, ``alone_ms``: the times to first token with and without a store.
+        ``first_ms``, ``alone_ms``: time to first token of each second turn, with and without a
+            store.
     """
     first, second, alone = replicas
     turns = {f"{fault} {at}": prompt for at, prompt in enumerate(prompts)}

@@ -99,6 +99,7 @@ def replicas(
 
     Args:
         stores: address of each replica's remote store; None for no store.
+        folder: folder for logs and traces.
         places: core index of each replica.
     """
     cores = sorted(os.sched_getaffinity(0))
@@ -112,10 +113,11 @@ def replicas(
 
 @contextmanager
 def started(options: Sequence[ServerOptions], folder: Path) -> Iterator[list[Replica]]:
-    """Start servers concurrently, and stop them when the block ends. Each writes a trace.
+    """Start servers concurrently, and stop them when the block ends.
 
     Args:
-        folder: folder of the logs.
+        options: options of each server, which must set ``TIERED_KV_TRACE``.
+        folder: folder for the logs.
     """
     with ThreadPoolExecutor(len(options)) as pool, ExitStack() as stack:
         servers = list[VllmServer]()

@@ -1,9 +1,9 @@
 """vLLM's router in front of replicas: where jobs go, how long they take, and a replica that dies.
 
 Prompts are texts, because the router ignores cached blocks for token ids. Three pairs of servers
-run: one publishes the connector's KV events next to vLLM's, one publishes only vLLM's, and one has
-a shared store. Each server has one core. ``scripts/install-peers`` installs the router. Its
-``kv_aware`` policy gets no job id, so that only events can tell it where a context is.
+run: one publishes the connector's KV events in addition to vLLM's, one publishes only vLLM's, and
+one has a shared store. Each server has one core. ``scripts/install-peers`` installs the router. Its
+``kv_aware`` policy gets no job id, so that it can find a context's server only by the events.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tiered_kv.bench.agents.client import Answer, Api, Ask, Hints, ask_over
-from tiered_kv.bench.agents.jobs import FIRST_WORD, Job, Load, arrivals, make_jobs
+from tiered_kv.bench.agents.jobs import Job, Load, arrivals, make_jobs
 from tiered_kv.bench.agents.paired import PairedRatio, drawn_order
 from tiered_kv.bench.agents.player import Conversation, drive
 from tiered_kv.bench.agents.results import JobDone
+from tiered_kv.bench.hints.senders import Server
 from tiered_kv.bench.output import Tick
-from tiered_kv.bench.restore import BLOCK, SETTLE_S, TIMEOUT_S, ask, context_gib, texts
+from tiered_kv.bench.restore import BLOCK, SETTLE_S, TIMEOUT_S, context_gib, texts
 from tiered_kv.bench.servers.peers import router_of
 from tiered_kv.bench.servers.service import free_port
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, MODEL_NAME, ServerOptions
@@ -56,7 +56,7 @@ HEALTH = ("--health-check-interval-secs", "1", "--health-failure-threshold", "2"
 """Options with which the router notices a dead server within seconds, instead of three minutes.
 Until then ``consistent_hash`` sends the server's jobs nowhere else."""
 RENDER = ("--enable-scale-out",)
-"""Turns on the ``/render`` routes, from which the router gets the tokens of a prompt."""
+"""Option that enables the ``/render`` routes, from which the router gets the tokens of a prompt."""
 EVENTS, NO_EVENTS = {"TIERED_KV_EVENTS": "vllm-router"}, {"TIERED_KV_EVENTS": "off"}
 
 LOAD = Load(
@@ -66,13 +66,15 @@ LOAD = Load(
     task=2_000,
     result=60,
     answer=4,
-    gap_s=1.0,
-    gap_spread=0.6,
-    gap_limit_s=5.0,
-    apart_s=5.0,
+    gap_s=12.0,
+    gap_spread=0.3,
+    gap_limit_s=24.0,
+    apart_s=2.0,
 )
-"""Jobs of a round. A server's VRAM holds one and a half contexts. Servers are busy for less than
-half of the time, because the router sends jobs of a busy server elsewhere, whatever KV it holds."""
+"""Jobs of a round. A server's VRAM holds one and a half contexts. Jobs arrive quickly enough to use
+both servers, and return after gaps in which other jobs have replaced their KV in VRAM. The gaps are
+long enough for most first turns to finish, because the router sends jobs of a busy server
+elsewhere, whatever KV that server holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +83,13 @@ class Size:
 
     Attributes:
         returning: number of jobs that return once.
-        context: mean length of their first prompt.
+        context: mean length of the first prompt of a returning job.
         rounds: number of paired rounds of the two kinds of events; random and sticky placement get
             half as many.
         load: jobs of a round.
         vram: size of each server's KV pool.
-        killed: a quarter of the number of jobs that run on both servers before one is killed.
+        killed: a quarter of the number of jobs that run on both servers before one server is
+            killed.
     """
 
     returning: int = 40
@@ -109,7 +112,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two servers.
+    """Two running servers that publish KV events.
 
     Attributes:
         events: port of each server's events.
@@ -177,40 +180,14 @@ def pair(model: Path, size: Size, folder: Path, env: Mapping[str, str]) -> Itera
         yield Pair(replicas, events)
 
 
-def status(replica: Replica) -> dict[str, Any]:
-    """Return the status of a server's engine."""
-    reply = replica.client.get("/tiered_kv/status").raise_for_status().json()
-    (engine,) = reply["engines"]
-    return dict(engine)
-
-
-def settle(replica: Replica) -> None:
-    """Wait until no copy is in flight.
-
-    Raises:
-        TimeoutError: copies do not finish.
-    """
-    until = time.monotonic() + SETTLE_S
-    for tick in count():
-        ask(replica.client, [400 + tick % 1_000], "tick")  # an idle engine receives no reports
-        if not status(replica)["queues"]["orders_in_flight"]:
-            return
-        if time.monotonic() > until:
-            raise TimeoutError(f"copies did not finish within {SETTLE_S:g} s")
-        time.sleep(POLL_S)
-
-
 def from_cpu(pair: Pair) -> int:
-    """Number of prompt tokens that the servers have found in CPU memory so far. An answer reports
-    this only to clients that name their job."""
-    return sum(status(replica)["counters"]["prompt_tokens_cpu"] for replica in pair.replicas)
-
-
-def fill_vram(replica: Replica, size: Size, chance: random.Random) -> None:
-    """Replace all KV in VRAM."""
-    prompt = [chance.randrange(FIRST_WORD, VOCABULARY) for _ in range(size.vram - 3 * BLOCK)]
-    ask(replica.client, prompt, "filler")
-    settle(replica)
+    """Return the number of prompt tokens that the servers have found in CPU memory so far. The
+    servers' counters are used because an answer reports this number only if the request names its
+    job."""
+    return sum(
+        Server(replica.client).status()["counters"]["prompt_tokens_cpu"]
+        for replica in pair.replicas
+    )
 
 
 # -- which server gets a returning turn ------------------------------------------------
@@ -238,8 +215,9 @@ def returning(pair: Pair, url: str, size: Size, seed: int, tick: Tick) -> float:
         context.answered(first)
         lengths.append(first.prompt_tokens)
     tick("first turns")
-    for replica in pair.replicas:
-        fill_vram(replica, size, chance)
+    for server in [Server(replica.client) for replica in pair.replicas]:
+        server.fill_vram()
+        server.settle()
     returned = 0
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         for job, context, length in zip(jobs, contexts, lengths, strict=True):
@@ -252,7 +230,7 @@ def returning(pair: Pair, url: str, size: Size, seed: int, tick: Tick) -> float:
 
 
 def as_texts(pair: Pair, jobs: Sequence[Job]) -> tuple[Job, ...]:
-    """Return the same jobs as texts."""
+    """Return the jobs with texts instead of token ids."""
     client = pair.replicas[0].client
 
     def text(tokens: Sequence[int]) -> str:
@@ -266,16 +244,17 @@ def as_texts(pair: Pair, jobs: Sequence[Job]) -> tuple[Job, ...]:
 
 
 def unnamed(client: httpx.Client, context: Conversation) -> Answer:
-    """Send a turn that names no job."""
+    """Send a turn without a job id, and return the answer of one token."""
     prompt = context.prompt(Api.COMPLETIONS)
     return ask_over(client, MODEL_NAME, Ask(prompt=prompt, max_tokens=1))
 
 
 def rendering(replica: Replica) -> dict[str, Any]:
-    """Time the route that the router calls on every server for each chat under ``kv_aware``.
+    """Time the route that the router, under ``kv_aware``, calls on every server for each chat
+    request.
 
     Returns:
-        ``tokens``: length of the prompt. ``ms``: median time of a call.
+        ``tokens``: length of the prompt. ``ms``: median time of a call, milliseconds.
     """
     (tokens,) = texts(replica.client, 1, RENDERED)
     asked = {"model": MODEL_NAME, "tokens": tokens}
@@ -302,9 +281,10 @@ def job_times(
         urls: address of each arm's router.
 
     Returns:
-        ``paired_ratio``, ``paired_interval``: mean job time of the first arm over that of the
-            second. ``seconds``: mean job time of each arm. ``cached_share``: fraction of the
-            earlier context that later turns found cached. ``rounds``: the mean times of each round.
+        ``paired_ratio``, ``paired_interval``: mean job time of the first arm, divided by the mean
+            job time of the second arm, and the 95% interval. ``seconds``: mean job time of each
+            arm. ``cached_share``: fraction of the earlier context that later turns found cached.
+            ``rounds``: the mean times of each round.
 
     Raises:
         RuntimeError: a job failed.
@@ -378,12 +358,13 @@ def killed(pair: Pair, url: str, size: Size, tick: Tick) -> dict[str, Any]:
         url: address of a router that keeps a job on its server.
 
     Returns:
-        ``jobs``: number of jobs of the killed server, each answered by the other.
-        ``noticed_s``: time until the first of them was answered, seconds. Until the router notices
-            that the server is gone, it answers with errors, and the client repeats the request.
-        ``remote_share``: fraction of their contexts that came from the shared store.
+        ``jobs``: number of jobs of the killed server, each answered by the other server.
+        ``noticed_s``: time until the first of these jobs was answered, seconds. Until the router
+            notices that the server is gone, it answers with errors, and the client repeats the
+            request.
+        ``remote_share``: fraction of these jobs' contexts that came from the shared store.
         ``compared``, ``equal``: number of jobs whose whole context came from the store, and True if
-            their answers equal the answers of the same jobs when no server was killed.
+            these jobs' answers equal their answers when no server was killed.
 
     Raises:
         httpx.HTTPStatusError: the router does not send the jobs to the other server.
@@ -443,7 +424,7 @@ def killed(pair: Pair, url: str, size: Size, tick: Tick) -> dict[str, Any]:
 
 
 def answered(pair: Pair) -> list[float]:
-    """Number of requests that each server has answered."""
+    """Return the number of requests that each server has answered."""
     pages = [one.client.get("/metrics").raise_for_status().text for one in pair.replicas]
     return [sum(map(float, ANSWERED.findall(page))) for page in pages]
 
@@ -452,8 +433,8 @@ def answered(pair: Pair) -> list[float]:
 
 
 def measure(model: Path, size: Size, seed: int, folder: Path, tick: Tick) -> dict[str, Any]:
-    """Run everything. Returns ``returned_to_holder``, ``mean_job_time``, ``render`` and ``killed``;
-    see the functions of this module.
+    """Run all measurements of this module. Returns ``returned_to_holder`` (see ``returning``),
+    ``mean_job_time`` (see ``job_times``), ``render`` (see ``rendering``) and ``killed``.
     """
     returned, by_events, rendered = with_events(model, size, seed, folder, tick)
     by_place, died = with_store(model, size, seed, folder, tick)

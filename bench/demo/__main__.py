@@ -41,8 +41,8 @@ from tiered_kv.machine import system_memory
 SECONDS = 210.0
 """Planned duration of both servers' runs together, seconds."""
 PATIENCE = 4.0
-"""Maximum wait for a silent server, as a multiple of the planned duration. It is generous because
-the machine may be busy."""
+"""Maximum wait for a silent server, as a multiple of the planned duration, but at least five
+minutes. It is generous because the machine may be busy."""
 FAILURES = (DemoError, DtypeError, ModelError, SpeedError)
 
 
@@ -63,7 +63,7 @@ def prepare_model(given: str | None, console: Console) -> tuple[str | Path, str]
 
 
 def with_all_sources(kept: Kept, trace: Path) -> Kept:
-    """Add the tiers that prompts came from, as the connector traced them, to a run.
+    """Add to a run the tiers that its prompts came from, as recorded in the connector's trace.
 
     Raises:
         DemoError: the trace cannot be read, or does not cover every prompt token.

@@ -196,7 +196,9 @@ def final_tokens(job: Job) -> int:
 
 
 def source_files() -> list[Path]:
-    """Return the files that agents read: this project's files, then the standard library's."""
+    """Return the files that agents read: this project's files, then the standard library's. Files
+    shorter than ``SHORTEST_FILE`` bytes are left out.
+    """
     folders = ("tiered_kv", "connectors", "policies", "bench")
     own = sorted(path for folder in folders for path in (ROOT / folder).glob("**/*.py"))
     library = Path(sysconfig.get_path("stdlib"))

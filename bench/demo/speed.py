@@ -21,8 +21,8 @@ from tiered_kv.bench.output import only_result_on_stdout
 PROMPT_TOKENS = 384
 DECODING, DECODE_STEPS = 8, 16
 MEASURE_S = 20.0
-"""Duration of the measurement, seconds. It is long enough to outlast a burst of other load, and the
-fastest rounds count."""
+"""Duration of the measurement, seconds. Only the fastest time of each call counts, so this must be
+long enough to outlast a burst of other load."""
 
 
 class SpeedError(RuntimeError):

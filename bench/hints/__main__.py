@@ -2,16 +2,18 @@
 
     python -m bench.hints --json
 
-``sent`` and ``executed``: hints that the budget allows, and those that were accepted or clipped
-and whose effect the server shows, by transport in ``transports``. ``outcomes``: all results that
-the server reported. ``prefetch``: contexts that only the SSD has are prefetched before their
-request. ``first_token_over_cpu_hit`` is the median time to first token over the same median from
-CPU memory, in turns on the same server, and ``ssd_reads_after_arrival`` counts pages read from SSD
-after the requests' arrival. ``release``: pages that a released job leaves after ``released_s``,
-except those of another job. ``revise``: what a revision of the running tool does to a pin.
+``sent``: number of hints sent. ``executed``: number of these that the server accepted or clipped
+(carried out in part, or for a shorter time), and whose effect the server's status shows.
+``transports``: the outcome of each hint, with its transport. ``outcomes``: number of results that
+the server reported, by outcome. ``prefetch``: contexts that exist only on SSD are prefetched before
+their request. ``first_token_over_cpu_hit`` is the median time to first token of these requests,
+relative to requests on the same server whose context was already in CPU memory.
+``ssd_reads_after_arrival`` counts pages read from SSD after the requests' arrival. ``release``:
+pages of a released job that remain after ``released_s``, except pages that another job shares.
+``revise``: effect on a pin when a client revises what it stated about the running tool.
 ``route_ms``: time of a call on the idle server. ``abuse``: hostile calls of the route while streams
-decode. ``p95_over_404s`` is the 95th percentile of the time between tokens over the same during as
-many calls that vLLM refuses with 404.
+decode. ``p95_over_404s`` is the 95th percentile of the time between tokens during these calls,
+divided by the same percentile during calls that vLLM refuses with 404.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ CONTEXTS = 4
 """Number of contexts that are prefetched."""
 TIMEOUT_S = 300.0
 RELEASED_S = 1.0
-"""Time in which a released job's pages must be gone, seconds."""
+"""Time after which no page of a released job may remain, seconds."""
 SOON_S, LATER_S, LATE_S = 20.0, 60.0, 20_000.0
 """Tool times, seconds. The last is too long to be worth a pin."""
 
@@ -75,7 +77,8 @@ class Size:
 
 
 def options(model: Path, size: Size, folder: Path) -> ServerOptions:
-    """Options of a server with an SSD tier. Its KV pool holds two contexts, its CPU memory many."""
+    """Return the options of a server with an SSD tier. Its KV pool holds two contexts, and its CPU
+    memory holds many."""
     blocks = max(160, 2 * size.tokens // BLOCK + 8)
     each = context_gib(model, size.tokens)
     return ServerOptions(
@@ -114,7 +117,9 @@ def provoke(server: Server, prompt: Sequence[int]) -> None:
 
 
 def release(server: Server, own: Sequence[int], shared: Sequence[int]) -> dict[str, Any]:
-    """Release a job that has pages in every tier, and shares some of them with another job."""
+    """Release a job that has pages in every tier, and shares some of them with another job. Returns
+    the number of its pages before the release, the number that remain afterwards, and the seconds
+    until none remained or ``RELEASED_S`` had passed."""
     pages = len(shared) // BLOCK
     shared = shared[: pages * BLOCK]
     prompt = [*shared, *own]
@@ -128,7 +133,7 @@ def release(server: Server, own: Sequence[int], shared: Sequence[int]) -> dict[s
     before = server.settle()
 
     def found() -> int:
-        """Number of pages at the start of the prompt that some tier has."""
+        """Return the number of pages at the start of the prompt that exist in any tier."""
         return int(server.hint("prefetch", token_ids=prompt).get("pages", 0))
 
     had, began = found(), time.monotonic()
@@ -162,14 +167,16 @@ REVISIONS: Sequence[tuple[str, Mapping[str, Any], bool]] = (
     ("the tool has hardly begun", {"progress": 1e-6}, False),
     ("the tool takes too long, but a hint pins", {"expected_tool_s": LATE_S}, True),
 )
-"""Revisions of a gap whose KV is pinned, and whether the pin remains."""
+"""Revisions of the forecast of a gap during which KV is pinned: the description, the fields of the
+hint, and True if the pin must remain."""
 
 
 def revise(server: Server, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Revise gaps of pinned jobs. Returns one row per revision.
+    """Send each of ``REVISIONS`` to a job whose KV is pinned. Returns one row per revision: its
+    outcome, whether the pin remains, and whether both are as expected.
 
     Raises:
-        RuntimeError: a job was not pinned to begin with.
+        RuntimeError: a job was not pinned before its revision.
     """
     rows = []
     for (name, payload, goes_on), prompt in zip(REVISIONS, prompts, strict=True):
@@ -199,10 +206,11 @@ def revise(server: Server, prompts: Sequence[Sequence[int]]) -> list[dict[str, A
 def prefetch(
     server: Server, prompts: Sequence[Sequence[int]], pairs: int, tick: Tick
 ) -> dict[str, Any]:
-    """Time first tokens of contexts that were prefetched from SSD, and from CPU memory.
+    """Measure the time to first token of contexts that were prefetched from SSD, and of contexts
+    that were already in CPU memory.
 
     Raises:
-        RuntimeError: a context did not come from CPU memory.
+        RuntimeError: less than 90% of a context came from CPU memory.
     """
     times: dict[str, list[float]] = {"cpu": [], "prefetched": []}
     reads = 0
@@ -246,7 +254,7 @@ def prefetch(
 
 
 def measure(model: Path, size: Size, folder: Path, tick: Tick) -> dict[str, Any]:
-    """Run everything on one server."""
+    """Run all measurements on one server. Returns the figures named in the module docstring."""
     with ExitStack() as stack:
         made = options(model, size, folder)
         running = stack.enter_context(VllmServer(made, folder / "server.log"))

@@ -1,7 +1,9 @@
-"""Hostile calls of ``POST /tiered_kv/hints`` from one client, while streams of another decode.
+"""Hostile calls of ``POST /tiered_kv/hints`` from one client, while streams of another client
+decode.
 
-Each round has a spell of hostile calls, and one of as many calls, with the same bodies, of a path
-that vLLM does not have. Callers run at the lowest priority, in a separate process.
+Each round has two spells of calls: hostile calls, and the same number of calls, with the same
+bodies, to a path that vLLM does not have. The callers run at the lowest priority, in a separate
+process.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from .senders import JSON_TYPE, Server
 
 HINTS, NOTHING = "/tiered_kv/hints", "/nothing"
 CALLERS = 8
-"""Concurrent calls."""
+"""Maximum number of concurrent calls."""
 DECODING, ANSWER_TOKENS, PROMPT_TOKENS = 2, 400, 150
 """Number of streams, and the size of their answers and prompts."""
 REST_S = 2.0
@@ -53,10 +55,10 @@ HASH_SEED = "0"
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A job of another scope.
+    """A job with another cache salt, which hostile calls must not affect.
 
     Attributes:
-        name, number: its id, and its place in the list of jobs.
+        name, number: the job's id, and its number in the server's list of jobs.
         prompt: token ids of its context.
         hashes: hashes of its blocks.
     """
@@ -68,8 +70,9 @@ class Victim:
 
 
 def block_hashes(prompt: Sequence[int], salt: str, block: int) -> list[bytes]:
-    """Hashes of a prompt's blocks, as an engine computes them with ``HASH_SEED`` and SHA-256.
-    Computed here because importing vLLM takes as long as starting the server."""
+    """Return the hashes of a prompt's full blocks, as an engine computes them with ``HASH_SEED``
+    and SHA-256. This function does not call vLLM, because importing vLLM takes as long as starting
+    the server."""
     found = [_sha256(HASH_SEED)]
     for start in range(0, len(prompt) - block + 1, block):
         extra = None if start else (("cache_salt", salt),)
@@ -82,7 +85,7 @@ def _sha256(value: object) -> bytes:
 
 
 def hostile(victims: Sequence[Victim]) -> list[bytes]:
-    """Bodies of hostile calls. None of them may have an effect."""
+    """Return the bodies of hostile calls. The server must not carry out any of them."""
     unknown: dict[str, Any] = {"action_type": "release", "payload": {"job_id": "no such job"}}
 
     def acts(*actions: Any, **more: Any) -> bytes:
@@ -144,7 +147,9 @@ def hostile(victims: Sequence[Victim]) -> list[bytes]:
 
 
 def call(port: int, path: str, body: bytes) -> str:
-    """Make a call. Returns ``harmless``, ``refused``, ``limited`` or a description of the fault."""
+    """POST a body to a path of the server on loopback. Returns ``harmless``, ``refused``,
+    ``limited`` or a description of the fault.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request("POST", path, body, JSON_TYPE)
@@ -170,10 +175,13 @@ def call_many(
     port: int, path: str, bodies: Sequence[bytes], first: int, calls: int, spell_s: float
 ) -> Counter[str]:
     """Make calls, with each of ``bodies`` in turn, spread evenly over a spell, up to ``CALLERS`` of
-    them concurrently. Returns the count of each result.
+    them concurrently. Returns the count of each result. Calls that would start later than ``LATE``
+    times the spell's planned duration are counted as ``not made``.
 
     Args:
         first: number of the spell's first call, counted over all rounds.
+        calls: number of calls.
+        spell_s: planned duration of the spell, seconds.
     """
     began = time.monotonic()
 
@@ -205,7 +213,7 @@ class Decoding:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Decode until the block ends.
+        """Decode until the block ends. The block starts when every stream has received a token.
 
         Raises:
             RuntimeError: an answer failed.
@@ -248,7 +256,14 @@ class Decoding:
                             return
 
     def p95_ms(self, began: float, ended: float) -> float:
-        """95th percentile of the time between two tokens of an answer in a period, milliseconds."""
+        """Return the 95th percentile of the time between two tokens of an answer, milliseconds.
+
+        Args:
+            began, ended: period to evaluate, as ``time.perf_counter``.
+
+        Raises:
+            RuntimeError: no tokens were decoded in the period.
+        """
         times = [
             other - one
             for answer in self.answers
@@ -264,7 +279,8 @@ class Decoding:
 
 
 def held_by(group: int) -> dict[int, tuple[int, int]]:
-    """Number of threads and file descriptors of each process in a process group, by process id."""
+    """Return the number of threads and of file descriptors of each process in a process group, by
+    process id."""
     found = {}
     for pid in group_members(group):
         with suppress(FileNotFoundError, PermissionError):  # the process has ended
@@ -279,7 +295,7 @@ UNCHANGED = ("id", "number", "turn", "state", "since", "context_tokens", "decisi
 
 
 def rows(server: Server) -> list[Mapping[str, Any]]:
-    """Rows of the victims in the list of jobs."""
+    """Return the ``UNCHANGED`` fields of the victims' rows in the server's list of jobs."""
     return [
         {name: row[name] for name in UNCHANGED}
         for row in server.jobs().values()
@@ -298,12 +314,19 @@ def measure(
     rate: float,
     tick: Tick,
 ) -> dict[str, Any]:
-    """Make hostile calls, and the same number of calls that vLLM itself refuses.
+    """Make hostile calls, and the same number of calls that vLLM itself refuses. Returns the counts
+    of their results, the times between tokens, and what changed on the server.
 
     Args:
-        prompts: contexts of jobs of another scope.
+        prompts: contexts of the victims.
+        block: tokens per block.
         calls: number of hostile calls.
+        rounds: number of rounds that the calls are divided into.
         rate: calls per second.
+
+    Raises:
+        RuntimeError: the engine does not find a victim's context by its block hashes, or no tokens
+            were decoded during the calls.
     """
     victims = []
     for at, prompt in enumerate(prompts):

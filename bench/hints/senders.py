@@ -30,17 +30,18 @@ TERMS: Mapping[Intent, Mapping[str, object]] = {
     Intent.PIN: {"ttl_s": PIN_S},
     Intent.REVISE: {"expected_tool_s": TOOL_S},
 }
-"""Fields of a hint in addition to its target."""
+"""Fields of a hint in addition to its target, by intent. Intents without such fields are missing.
+"""
 TURN_ENDS = (Intent.RETAIN, Intent.PIN, Intent.DEMOTE)
-"""Intents of hints about the job of the turn that carries them."""
+"""Intents of hints that, if a turn carries them, apply to that turn's own job."""
 DONE = (Outcome.ACCEPTED, Outcome.CLIPPED)
 
 
 class Server:
-    """A server's routes and requests, for one client.
+    """Client of one server, which sends requests and hints, and reads the server's status.
 
     Args:
-        http: client of the server.
+        http: HTTP client with the server's address.
 
     Attributes:
         results: all results that the server has reported.
@@ -56,25 +57,29 @@ class Server:
     # -- what the server shows --------------------------------------------------------
 
     def status(self) -> Mapping[str, Any]:
-        """State of the engine."""
+        """Return the status of the server's only engine."""
         found: Mapping[str, Any] = self.http.get("/tiered_kv/status").raise_for_status().json()
         (engine,) = found["engines"]
         return dict(engine)
 
     def job(self, name: str) -> Mapping[str, Any] | None:
-        """The job of this name; None if the server has none."""
+        """Return the job with this name; None if the server does not list it."""
         answer = self.http.get(f"/tiered_kv/jobs/{quote(name, safe='')}")
         return None if answer.status_code == 404 else answer.raise_for_status().json()["jobs"][0]
 
     def jobs(self) -> dict[str, Mapping[str, Any]]:
-        """All jobs, by name."""
+        """Return all jobs by name, at most 1,000."""
         found = self.http.get("/tiered_kv/jobs?limit=1000").raise_for_status().json()
         return {one["id"]: one for one in found["jobs"]}
 
     # -- requests ---------------------------------------------------------------------
 
     def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a request. Returns its answer."""
+        """Send a request. Returns its answer.
+
+        Raises:
+            RuntimeError: the server refused the request.
+        """
         answer = self.http.post(path, json={"model": MODEL_NAME, **body})
         if answer.is_error:
             raise RuntimeError(f"{path} answered {answer.status_code}: {answer.text[:300]}")
@@ -84,7 +89,8 @@ class Server:
     def turn(
         self, job: str, prompt: Sequence[int], *, salt: str | None = None, **params: object
     ) -> Mapping[str, Any]:
-        """Send a turn of a job, with further ``kv_transfer_params``. Returns its report."""
+        """Send a turn of a job, with ``params`` as further ``kv_transfer_params``. Returns the
+        connector's report."""
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
         if salt is not None:
             body["cache_salt"] = salt
@@ -92,13 +98,18 @@ class Server:
         return self.report(self.post("/v1/completions", body))
 
     def report(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The connector's report in an answer. Its hint results are added to ``results``."""
+        """Return the connector's report in an answer, and add its hint results to ``results``."""
         found: Mapping[str, Any] = answer["kv_transfer_params"]["tiered_kv"]
         self.results += found.get("hints", ())
         return found
 
     def call(self, method: str, path: str, **more: Any) -> list[Mapping[str, Any]]:
-        """Call a route that carries hints. Returns their results."""
+        """Call a route that carries hints, and record the call's duration. Returns the results of
+        the hints.
+
+        Raises:
+            RuntimeError: the server refused the call.
+        """
         began = time.perf_counter()
         answer = self.http.request(method, path, **more)
         self.route_s.append(time.perf_counter() - began)
@@ -118,10 +129,10 @@ class Server:
 
     def finish(self, intent: Intent, payload: Mapping[str, object]) -> int:
         """Send a hint to ``POST /tiered_kv/hints``, and wait until it has been carried out. Returns
-        the number of pages.
+        the number of pages in its result, or 0 if the result has none.
 
         Raises:
-            RuntimeError: it was not carried out.
+            RuntimeError: the hint was not carried out.
         """
         before = self.status()["counters"]
         result = self.hint(intent, None, **payload)
@@ -131,7 +142,7 @@ class Server:
         return int(result.get("pages", 0))
 
     def fill_vram(self) -> None:
-        """Send a request that takes nearly all blocks of VRAM, so that no other KV stays there."""
+        """Send a request that takes nearly all blocks of VRAM, to evict other KV from VRAM."""
         vram = next(one for one in self.status()["tiers"] if one["tier"] == "vram")
         tokens = (vram["blocks"] - 3) * vram["block_tokens"]
         self.turn("filler", [9 + at % 40_000 for at in range(tokens)], is_last_step=True)
@@ -157,11 +168,13 @@ class Server:
 def final(
     server: Server, intent: Intent, result: Mapping[str, Any], before: Mapping[str, float]
 ) -> str:
-    """Final outcome of a hint; ``DEFERRED`` if it is not known in time. The server counts a
-    deferred hint again with its final outcome.
+    """Return the final outcome of a hint; ``DEFERRED`` if the final outcome is not known within
+    ``FINAL_S`` seconds. The server counts a deferred hint again with its final outcome.
 
     Args:
-        before: counters before it was sent. No other hint with this intent may be in progress.
+        result: the server's answer to the hint.
+        before: counters before the hint was sent. No other hint with this intent may be in
+            progress.
     """
     outcome = str(result["outcome"])
     if outcome != Outcome.DEFERRED:
@@ -182,7 +195,7 @@ def final(
 
 
 def envelope(intent: Intent, payload: Mapping[str, object]) -> dict[str, Any]:
-    """The envelope of vLLM and SGLang with one action."""
+    """Return a KV hint envelope with one action, in the format of vLLM and SGLang."""
     action = {
         "action_id": f"bench-{intent}",
         "action_type": f"kv.{intent}",
@@ -198,7 +211,7 @@ class Sender(ABC):
 
     Attributes:
         name: the transport.
-        intents: intents that it can carry.
+        intents: intents that the transport can carry.
     """
 
     name: str
@@ -213,22 +226,22 @@ class Sender(ABC):
         """Send a hint. Returns its result.
 
         Args:
-            job, prompt: the turn that carries it.
-            target: the job that it is about; None for the turn's own.
+            job, prompt: the turn that carries the hint; unused if no turn carries it.
+            target: the job that the hint is about; None for the turn's own job.
         """
 
 
 def payload_of(intent: Intent, target: str | None) -> dict[str, object]:
-    """Payload of an action."""
+    """Return the payload of an action: the intent's ``TERMS``, and the target if it is not None."""
     return {**TERMS.get(intent, {}), **({"job_id": target} if target is not None else {})}
 
 
 @dataclass(frozen=True)
 class Message(Sender):
-    """An envelope in a request.
+    """Transport of a KV hint envelope in a completions request.
 
     Attributes:
-        fields: makes the request's fields from a job and an envelope.
+        fields: function that returns the request's fields for a job and an envelope.
     """
 
     fields: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda _job, _message: {}
@@ -244,7 +257,13 @@ class Message(Sender):
 
 @dataclass(frozen=True)
 class BodyFields(Sender):
-    """Fields of third-party APIs, which can only state a retention. The prompt is a text."""
+    """Transport of hints in request fields of third-party APIs, which can only request retention.
+    The prompt is a text.
+
+    Attributes:
+        path: route of the request.
+        body: request fields that carry the hint.
+    """
 
     path: str = ""
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -266,7 +285,7 @@ class BodyFields(Sender):
 
 @dataclass(frozen=True)
 class HintRoute(Sender):
-    """``POST /tiered_kv/hints``."""
+    """Transport of hints by ``POST /tiered_kv/hints``."""
 
     with_turn: ClassVar[bool] = False
 
@@ -280,7 +299,7 @@ class HintRoute(Sender):
 
 @dataclass(frozen=True)
 class JobRoute(Sender):
-    """``DELETE /tiered_kv/jobs/ID``."""
+    """Transport of releases by ``DELETE /tiered_kv/jobs/ID``."""
 
     with_turn: ClassVar[bool] = False
 
@@ -341,12 +360,13 @@ SENDERS: Sequence[Sender] = (
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A hint that was sent.
+    """A hint that was sent, and its effect.
 
     Attributes:
+        transport: name of the sender.
         reported: the outcome in the answer.
         outcome: the final outcome.
-        seen: True if the server's state shows that it was carried out.
+        seen: True if the server's state shows that the hint was carried out.
     """
 
     transport: str
@@ -357,7 +377,7 @@ class Sent:
 
     @property
     def executed(self) -> bool:
-        """True if it was carried out."""
+        """True if the hint was carried out."""
         return self.outcome in DONE and self.seen
 
 
@@ -394,7 +414,8 @@ ORDER = (
     Intent.PREFETCH,
     Intent.RELEASE,
 )
-"""Intents in the order in which they are sent. PREFETCH promotes what DEMOTE moved to SSD."""
+"""Intents in the order in which they are sent. PREFETCH promotes the pages that DEMOTE moved to
+SSD."""
 
 Effect = Callable[[Server, str, Mapping[str, Any], Mapping[str, float]], bool]
 """Returns True if the server shows a hint's effect. Arguments: the server, the job's name, and the
@@ -402,7 +423,8 @@ job's row and the counters before the hint."""
 
 
 def _retained(server: Server, job: str, _at: object, _before: object) -> bool:
-    """True if the result has an end. The server does not show the eviction order."""
+    """Return True if the hint's result states how long the KV is retained. The server does not show
+    the eviction order, so the effect itself cannot be checked."""
     return float(server.results[-1].get("until_s", 0)) > 0
 
 

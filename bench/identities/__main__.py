@@ -142,7 +142,9 @@ def _median_us(call: Callable[[], object]) -> float:
 
 
 def measure(model: Path, tick: Tick) -> Mapping[str, Any]:
-    """Measure without the router and, if the router is installed, with it."""
+    """Measure how many jobs are recognised without the router and, if it is installed, behind it,
+    and the time to determine an identity. Returns the figures that the module docstring explains.
+    """
     result = replay(model, tick, routed=False)
     try:
         program(ROUTER, ROUTER)

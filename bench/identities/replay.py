@@ -40,7 +40,7 @@ _IDS = (BODY_FIELDS - {*SYSTEMS, FOLLOWS}) | {
     "session_id",
     "vllm_xargs",
 }
-"""Fields that a client would send on any endpoint."""
+"""Body fields with ids and hints, which a client would send on any endpoint."""
 _OF_MODEL = frozenset(
     {
         "context_management",
@@ -87,7 +87,7 @@ class Recognised:
         known: number of requests whose job has all requests of the agent that sent it, and no other
             agent's.
         told: number of requests that state a parent.
-        parent_known: number of these whose parent is the right job.
+        parent_known: number of requests in ``told`` whose parent is the right job.
     """
 
     turns: int = 0

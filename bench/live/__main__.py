@@ -301,7 +301,8 @@ def print_figures(runs: Sequence[Run], left_out: Mapping[str, LeftOut], as_json:
 
 
 def _names(bases: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return a name for every server: as given, or by host and port. Equal names get a number."""
+    """Return a name for every server: the given name, or its host and port. Equal names get a
+    number."""
     names: list[str] = []
     for at, base in enumerate(bases):
         wanted = given[at] if at < len(given) else urlsplit(base).netloc.rpartition("@")[2]
@@ -329,8 +330,8 @@ def _runs(folder: Path) -> list[Run]:
 
 
 def _named_by_folder(folder: Path) -> list[Run]:
-    """Read the runs in a folder, and prefix the server names with the folder. If the folder has
-    only one server, its name becomes the folder's.
+    """Read the runs in a folder, and prefix the server names with the folder's path. If the runs
+    are of only one server, that server's name becomes the folder's path.
     """
     runs = _runs(folder)
     several = len({run.server for run in runs}) > 1

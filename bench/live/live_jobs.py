@@ -163,7 +163,9 @@ def _scaled(job: SimJob, factor: float) -> SimJob:
 
 
 def _cut(job: SimJob, most_tokens: int | None, most_turns: int | None) -> SimJob | None:
-    """Return the job up to its first turn that exceeds a limit; None if that is the first turn."""
+    """Return the job with its turns before the first turn that exceeds a limit; None if no turn is
+    left.
+    """
 
     kept: list[SimTurn] = []
     for turn in job.turns[:most_turns]:

@@ -56,10 +56,10 @@ class Load:
 
 
 def level_of(load: str) -> tuple[str, float]:
-    """Parse a load's name into the value of its ``Arriving``, and its level.
+    """Parse the name of a load. Returns the value of ``Load.arriving``, and the level.
 
     Raises:
-        ValueError: it is not the name of a load.
+        ValueError: ``load`` is not the name of a load.
     """
     how, _, level = load.partition(" ")
     return Arriving(how).value, float(level)
@@ -147,10 +147,12 @@ class Rounds:
                 raise LiveError(f"{target.name} did not finish the warm-up job: {done.error}")
 
     def run_all(self) -> None:
-        """Measure everything. After an interrupt, completed runs are kept.
+        """Measure every load on every server, in every round. Runs that the ledger already has are
+        not repeated. After an interrupt, completed runs are kept.
 
         Raises:
             LiveError: a server finished no job of a run.
+            RunFileError: a stored run cannot be read.
         """
         for load in self.loads:
             for number in range(self.rounds):

@@ -156,7 +156,7 @@ def served(base_url: str, wanted: str | None, api_key: str) -> tuple[str, int | 
 
 def since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
     """Return the difference between two readings of the counters. Returns no values if a counter
-    decreased, because the server was restarted in between.
+    decreased, which means that the server was restarted in between.
     """
     counts = {name: round(after[name] - before[name]) for name in before.keys() & after.keys()}
     return counts if all(count >= 0 for count in counts.values()) else {}

@@ -1,4 +1,4 @@
-"""Restores on every architecture that vLLM runs here: equal answers, equal bytes, and controls.
+"""Restores on each architecture that vLLM runs on this machine: equal answers and bytes, controls.
 
     python -m bench.models --json
     python -m bench.models --only llama --only gemma3
@@ -28,11 +28,12 @@ CHECKS = ("equal", "equal_bytes", "control_differs")
 
 
 def measure(models: Sequence[TinyModel], logs: Path, timeout_s: float) -> dict[str, Any]:
-    """Measure all models one after another, and return their rows. Progress goes to standard error.
+    """Measure all models one after another. Returns their rows, and the number of ``MODELS`` that
+    pass each of ``CHECKS``. Progress goes to standard error.
 
     Args:
         logs: folder for the models' logs.
-        timeout_s: time limit per model.
+        timeout_s: time limit per model, seconds.
     """
     with needs_checkout():
         from tests.e2e.models.rows import run_model

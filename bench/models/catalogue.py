@@ -13,14 +13,15 @@ from typing import Any
 
 VOCABULARY = 2048
 BLOCK = 128
-"""Tokens per block, unless vLLM needs larger blocks for a model's states."""
+"""Tokens per block, unless vLLM needs larger blocks for the states of a model's recurrent layers.
+"""
 IMAGE_TOKEN = 3
 """Placeholder token for an image, in multimodal models."""
 IMAGE_PIXELS, PATCH_PIXELS = 56, 14
 """Edge length of an image, and of the patch that becomes one token, in pixels."""
 STATE_CHUNK = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
-"""Maximum prefill chunk. vLLM's CPU scan for Mamba 2 keeps no states inside a chunk, so a chunk
-must not be longer than a block."""
+"""Engine options that limit a prefill chunk. vLLM's CPU scan for Mamba 2 keeps no states inside a
+chunk, so a chunk must not be longer than a block."""
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -49,8 +50,8 @@ class TinyModel:
         settings: fields of the model configuration.
         options: engine arguments.
         adapter: True to serve it with a LoRA adapter.
-        image_tokens: tokens per image in a prompt; 0 for a text-only model. Otherwise ``settings``
-            covers all parts of the model.
+        image_tokens: tokens per image in a prompt; 0 for a text-only model. The ``settings`` of a
+            model with images are complete: ``COMMON`` is not added to them.
         stub_torchvision: True if vLLM imports torchvision for the model. Installations for CPUs
             lack it, so a stand-in is needed.
         drafter: draft model for speculative decoding; None for no speculation.

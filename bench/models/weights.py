@@ -159,7 +159,9 @@ def write_adapter(model_folder: Path, folder: Path, dtype: str) -> Path:
 
 
 def write_drafter(drafter: Drafter, model_folder: Path, folder: Path) -> dict[str, object]:
-    """Write a draft model for a model. Returns vLLM's ``speculative_config`` for it."""
+    """Return vLLM's ``speculative_config`` for a model and a drafter. For EAGLE, also write a draft
+    model into ``folder``. For MTP, also change the model in ``model_folder``.
+    """
     method = {"method": drafter.value, "num_speculative_tokens": 3}
     match drafter:
         case Drafter.NGRAM:

@@ -127,7 +127,7 @@ def ab(
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> int:
-    """Measure the same jobs on every type of server."""
+    """Play the same jobs on several servers, one after another, and compare the servers."""
     chosen = PRESETS[preset or ("peers" if peers else "cpu")]
     chosen = replace(chosen, rounds=rounds or chosen.rounds)
 

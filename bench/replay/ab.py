@@ -25,8 +25,9 @@ NEAR = 0.25
 TRIES = 2
 """Maximum number of calibration runs. The run whose slowdown is nearest to the target is used."""
 FIRST_RATE = 1.9
-"""Arrival rate of the first calibration run, in jobs per duration of a job alone. At 1.1, 1.3 and
-1.5, 30 jobs of the preset took 1.3, 1.5 and 1.7 times as long (two cores, SmolLM2-135M)."""
+"""Arrival rate of the first calibration run, in jobs per mean duration of a job at idle. At rates
+of 1.1, 1.3 and 1.5, the preset's 30 jobs took 1.3, 1.5 and 1.7 times as long as at idle (two cores,
+SmolLM2-135M)."""
 STEEP = 2.5
 """Beyond ``FIRST_RATE``, the slowdown grows roughly as this power of the rate."""
 BOUNDS = (REACH, BOUND)
@@ -41,8 +42,8 @@ class Preset:
         turns: number of turns of each job.
         idle_jobs: number of jobs in the idle load, which run one at a time.
         idle_rounds, rounds: number of rounds of the idle load and of the other loads.
-        bounds_once: run the bounds only in the first round of a load, to save time.
-        pool_tokens: KV pool size of every server except the bounds.
+        bounds_once: run the servers in ``BOUNDS`` only in the first round of a load, to save time.
+        pool_tokens: KV pool size of every server except those in ``BOUNDS``.
         slowdown: target for calibration: stock vLLM's mean completion time under pressure, as a
             multiple of its time at idle.
     """
@@ -83,7 +84,8 @@ an optional server that does not run on this machine."""
 
 @dataclass(slots=True)
 class Harness:
-    """Runs all loads, rounds and servers. The order favours no server (see ``drawn_order``).
+    """Runs every load on every server, in rounds. The order of servers favours none of them (see
+    ``drawn_order``).
 
     Attributes:
         seed: seed of the order of servers.
@@ -128,8 +130,12 @@ class Harness:
                     self._one(kind, load, number, jobs_per_s)
 
     def _calibrate(self) -> float:
-        """Return the arrival rate at which stock vLLM has the target slowdown, jobs per second. The
-        run at that rate counts as the first run of stock vLLM under pressure.
+        """Find the arrival rate at which the slowdown of stock vLLM is nearest to the target, in at
+        most ``TRIES`` runs. Returns the rate, jobs per second. The run at that rate counts as the
+        first run of stock vLLM under pressure, and provides the costs of its steps.
+
+        Raises:
+            HarnessError: stock vLLM does not run, or finished no job.
         """
         stock = next(kind for kind in self.kinds if kind.name == STOCK)
         alone = [run for run in self.runs if (run.server, run.load) == (STOCK, IDLE)]

@@ -41,7 +41,7 @@ class Kind:
 
     Attributes:
         optional: True if the server may be unable to start on this machine. The result then reports
-            its message.
+            the server's error message.
         ssd: True to give the server an empty folder for its SSD tier at every start.
         deploy: starts the server, together with the processes of a peer if it needs any.
         needs_costs: True if the configuration contains the costs of stock vLLM's steps. Such
@@ -59,7 +59,8 @@ class Kind:
 
     def started_in(self, folder: Path) -> ServerOptions:
         """Return the options for one start with files in ``folder``. The connector writes
-        ``trace.jsonl`` there, and its SSD tier is the subfolder ``ssd``.
+        ``trace.jsonl`` to that folder, and its SSD tier is the subfolder ``ssd``. The options of a
+        server without the connector do not change.
         """
         if self.options.kv_transfer_config != CONNECTOR:
             return self.options
@@ -74,8 +75,8 @@ class Sizing:
     """KV pools and longest request, in tokens.
 
     Attributes:
-        pool_tokens: pool of every server except the bound, and limit of concurrent contexts on
-            ``reach``.
+        pool_tokens: pool of every server except ``reach`` and ``bound``, and limit of concurrent
+            contexts on ``reach``.
         bound_tokens: pool that holds all jobs' contexts together.
     """
 
@@ -117,8 +118,8 @@ def make_kinds(
     own_scheduler: bool = False,
     peers: bool = False,
 ) -> list[Kind]:
-    """Return the server types to compare: stock vLLM twice, two bounds, tiered-kv with several
-    policies and tiers, vLLM's offloading connectors, and peers.
+    """Return the server types to compare: stock vLLM twice, the bounds ``reach`` and ``bound``,
+    tiered-kv with several policies and tiers, vLLM's offloading connectors, and peers.
 
     Args:
         policies: names of tiered-kv policies to add to the default.
@@ -126,7 +127,8 @@ def make_kinds(
         forced: load the processor that forces recorded answers.
         own_scheduler: run tiered-kv under vLLM's own scheduler instead of ``ContinuumScheduler``.
             The servers of ``policies`` always use vLLM's own.
-        peers: add peers from their own environments, and tiered-kv behind vLLM's router.
+        peers: add LMCache and vLLM's router, each installed in its own environment, and tiered-kv
+            behind vLLM's router.
     """
     stock = ServerOptions(
         model=model,

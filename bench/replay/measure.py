@@ -101,7 +101,7 @@ class Replay:
 
         Raises:
             NotStarted: an optional server does not run on this machine.
-            MeasureError: another server does not run on this machine.
+            MeasureError: a server that is not optional failed.
         """
         name = f"{load}-{number}-{kind.name}"
         log = self.folder / "logs" / f"{name}.log"

@@ -13,4 +13,4 @@ CALIBRATION = "calibration"
 """Load of the stock runs that search for the arrival rate. The selected run counts as the first run
 under pressure. The other runs are not used in any figure."""
 LOADS, SERVERS = (IDLE, PRESSURE, BEYOND), (STOCK, CONTROL, TIERED, REACH, BOUND)
-"""Order of loads and servers in results. All others follow them."""
+"""Loads and servers that come first in results, in this order. All others come after them."""

@@ -140,16 +140,16 @@ def idle_ratio(runs: Iterable[Run], server: str) -> PairedRatio | None:
 
 
 def closed(runs: Iterable[Run], percentile: float | None = None) -> float | None:
-    """Return the fraction of the gap between stock vLLM and the bound that tiered-kv closes under
-    pressure: (stock - tiered) / (stock - bound) of the completion times of the jobs that finished
-    in every run of the three.
+    """Return the fraction of the gap between stock vLLM and the server ``bound`` that tiered-kv
+    closes under pressure: (stock - tiered) / (stock - bound) of the completion times of the jobs
+    that finished in every run of the three servers.
 
     Args:
         percentile: percentile to compare, 0 to 100; None compares means.
 
     Returns:
-        None if one of the three was not measured, no job finished in every run, or stock vLLM is
-        not slower than the bound.
+        None if one of the three servers was not measured, no job finished in every run, or stock
+        vLLM is not slower than ``bound``.
     """
     by_server: dict[str, list[Run]] = {name: [] for name in (STOCK, TIERED, BOUND)}
     for run in runs:

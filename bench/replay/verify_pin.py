@@ -38,7 +38,7 @@ HANDED_OVER = "pins_ended_returned"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result for one server.
+    """Result of the verification on one server.
 
     Attributes:
         held: two readings of the number of held blocks after each turn.
@@ -89,7 +89,7 @@ class Verdict:
 
 
 def verify(model: str | Path, policy: str | None = None) -> Verdict:
-    """Start a server with the connector, and play the job on it.
+    """Start a server with the connector, and verify its pins; see the module docstring.
 
     Args:
         policy: name of the policy to verify; None uses the default.
@@ -109,14 +109,14 @@ def verify(model: str | Path, policy: str | None = None) -> Verdict:
 
 
 def verify_running(url: str) -> Verdict:
-    """Play the job on a running vLLM server that has no other client.
+    """Verify the pins of a running vLLM server that has no other client; see the module docstring.
 
     Args:
         url: base URL without ``/v1``.
 
     Raises:
         AnswerError: the server's answer is invalid.
-        ValueError: the server does not report its KV pool.
+        ValueError: the server does not report its model or its KV pool.
     """
     with _answers(url), httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
         models = client.get("/v1/models").raise_for_status().json()
@@ -127,7 +127,7 @@ def verify_running(url: str) -> Verdict:
             model = models["data"][0]["id"]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the server does not report its KV pool: {CACHE_CONFIG} lacks {error}"
+                f"the server does not report its model, or its KV pool in {CACHE_CONFIG}: {error!r}"
             ) from error
         return _play(client, model, blocks, block)
 
@@ -142,7 +142,9 @@ def _answers(url: str) -> Iterator[None]:
 
 
 def _play(client: httpx.Client, model: str, blocks: int, block: int) -> Verdict:
-    """Play the job on a server whose pool has ``blocks`` blocks of ``block`` tokens."""
+    """Play the job of five turns on a server whose pool has ``blocks`` blocks of ``block`` tokens.
+    Returns the verdict.
+    """
     ticks = itertools.count()
 
     def ask(prompt: Sequence[int], tokens: int, hints: Mapping[str, object] = {}) -> Sequence[int]:

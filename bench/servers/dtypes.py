@@ -24,7 +24,7 @@ from pathlib import Path
 BF16, FLOAT32 = "bfloat16", "float32"
 
 TOKENS, WIDTH = 256, 1024
-"""Rows, and edge length of the square matrix, of the timed products."""
+"""Number of rows, and edge length of the square matrix, in the timed products."""
 TIMED_S = 0.3
 
 

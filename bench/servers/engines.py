@@ -1,4 +1,4 @@
-"""Real vLLM engines in this process, with the small real model."""
+"""Real vLLM engines that run in this process, and texts for them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Engine:
                 raise AssertionError(f"copies did not finish within {SETTLE_S:g} s")
 
     def evict_vram(self, tokens: int) -> None:
-        """Run unrelated texts of ``tokens`` tokens, which replace all other KV in the pool."""
+        """Run unrelated texts of ``tokens`` tokens in total, to evict other KV from VRAM."""
         for start in range(0, tokens, 1000):
             self.generate([[(start + i) % 40_000 + 100 for i in range(1000)]], max_tokens=1)
         self.settle()
@@ -189,8 +189,8 @@ def real_texts(model: Path, lengths: Sequence[int]) -> list[list[int]]:
     """Return token ids of real source text, from a different file of the standard library for each
     length.
 
-    Texts of at least 60 tokens repeat their start after two thirds, shorter ones repeat their first
-    quarter, so that a model that can copy predicts the continuation with certainty.
+    A text of at least 60 tokens repeats its start after two thirds of its length. A shorter text
+    repeats its first quarter. A model that can copy then predicts the continuation with certainty.
     """
     from transformers import AutoTokenizer
 

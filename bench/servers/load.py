@@ -25,7 +25,8 @@ class CpuClock:
         wall: monotonic time.
         machine: CPU time of all programs, over all cores.
         own: the part of ``machine`` that belongs to this process, its finished children, and the
-            process groups. Grandchildren are included if their parent waited for them.
+            process groups given to ``read_clock``. Grandchildren are included if their parent
+            waited for them.
     """
 
     wall: float

@@ -7,11 +7,11 @@ for one run, alone or together with a peer's processes.
 **LMCache**: LMCache's cache server, and vLLM with LMCache's connector, both from LMCache's
 environment. On a CPU only the multi-process connector works, in mode ``engine_driven``.
 
-**The router** schedules programs in front of one server: it holds programs back until their
-contexts fit together, and lets a program keep its place for a while after an answer. It never
-notifies the server. It recognizes a program by the header ``X-Session-ID``. Both the duration of a
-kept place and the order of programs depend on step cost, so the router's cost models get the costs
-of stock vLLM on this machine.
+**The router** schedules programs, its name for agents' jobs, in front of one server. It holds
+programs back until their contexts fit together, and lets a program keep its place for a while after
+an answer. It never notifies the server. It recognizes a program by the header ``X-Session-ID``.
+Both the duration of a kept place and the order of programs depend on step cost, so the router's
+cost models get the costs of stock vLLM on this machine.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class WithCacheServer:
 
 
 def router_of(urls: Sequence[str], log: Path, *words: str) -> Peer:
-    """Return the router in front of running servers, not started yet.
+    """Return the router for running servers. The router is not started yet.
 
     Args:
         urls: addresses of the servers.
@@ -240,7 +240,11 @@ class BehindRouter:
 
     @contextmanager
     def __call__(self, options: ServerOptions, setting: Setting) -> Iterator[Deployed]:
-        """Start the server, and the router in front of it."""
+        """Start the server, and the router in front of it.
+
+        Raises:
+            ServerError: a part of the deployment does not start, or ``setting.costs`` is None.
+        """
         if setting.costs is None:
             raise ServerError(
                 "the router's cost models need the costs of stock vLLM, which were not measured"

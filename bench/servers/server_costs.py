@@ -45,7 +45,8 @@ class Span:
     """A turn, with times on the run's clock in seconds.
 
     Attributes:
-        begin: start of the prefill. first, end: times of the first and the last token.
+        begin: start of the prefill.
+        first, end: times of the first and of the last token.
         prompt, output: token counts.
         computed: number of prompt tokens computed.
         copied: time during which the engine only copied pages for this turn.
@@ -100,7 +101,11 @@ class ServerCosts:
 
     @classmethod
     def of(cls, alone: Run, beside: Run) -> ServerCosts:
-        """Return the costs fitted to two runs of a stock server; see ``fit_runs``."""
+        """Return the costs fitted to two runs of a stock server; see ``fit_runs``.
+
+        Raises:
+            ValueError: there are too few turns.
+        """
         found = fit_runs(alone, beside)
         cost = found.cost
         first, step = found.overhead_s + cost.step + cost.seq, cost.step + cost.weights
@@ -156,10 +161,10 @@ def fit_steps(runs: Sequence[Sequence[Span]], step_tokens: int) -> FittedCost:
 
 
 def _rows(turns: Sequence[Span], step_tokens: int) -> list[tuple[float, ...]]:
-    """Return a row for each prefill and answer that is long enough. A row has the work that was
-    done in that time, including the work of concurrent turns, and the duration. The work is: steps,
-    steps with a prefill, prefill tokens, prefill pairs, requests summed over steps, context tokens
-    read, seconds of copies, requests sent.
+    """Return a row for each prefill and answer that is long enough. A row has the work that the
+    engine did during the prefill or answer, including the work of concurrent turns, and the
+    duration in seconds. The work is: steps, steps with a prefill, prefill tokens, prefill pairs,
+    requests summed over steps, context tokens read, seconds of copies, requests sent.
     """
     spans = [one for one in turns if one.first - one.begin >= LEAST_S and one.end >= one.first]
     spans.sort(key=lambda one: (one.begin, one.first, one.end))

@@ -35,10 +35,11 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no pro
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or died. The message ends with the tail of its log.
+    """The server cannot be started, did not start, or died. If it ran, the message ends with the
+    tail of its log.
 
     Attributes:
-        log: the complete log.
+        log: the complete log; empty if the server did not run.
     """
 
     def __init__(self, message: str, log: str = "") -> None:
@@ -47,8 +48,8 @@ class ServerError(RuntimeError):
 
 
 def error_in(log: str) -> str | None:
-    """Return the first error in a server's log, or None. Later errors mostly report only that the
-    server died.
+    """Return the first error in a server's log; None if there is none. Later errors mostly report
+    only that the server died.
     """
     found = (_ERROR.search(line) for line in log.splitlines())
     return next((match["said"] for match in found if match), None)
@@ -222,7 +223,7 @@ class Service(ABC):
         self.stop()
 
     def failed(self, message: str) -> ServerError:
-        """Return an error that includes the log."""
+        """Return an error whose message is followed by the tail of the log."""
         return ServerError(f"{message}\n{self.log_tail()}", self.log_text())
 
     def _wait_healthy(self) -> None:

@@ -91,7 +91,10 @@ def sweep(
         str | None,
         typer.Option(
             callback=one_of(PRESETS),
-            help=f"Use the machines and models of a preset: {', '.join(PRESETS)}.",
+            help=(
+                f"Run a predefined sweep: {', '.join(PRESETS)}. Ignores all other options except "
+                "--traces, --processes, --out and --json."
+            ),
         ),
     ] = None,
     workloads: Annotated[

@@ -1,9 +1,9 @@
 """Validation of the simulator: closed forms, conservation, and a real server.
 
 A real server and the simulator get the same jobs at the same times, and pools of the same size.
-Step costs are fitted to two runs of synthetic jobs of all lengths on stock vLLM, one with one job
-at a time and one with concurrent jobs. Then recorded jobs of mini-swe-agent run on every server
-type, both real and simulated.
+Step costs are fitted to two runs of synthetic jobs on stock vLLM, one with one job at a time and
+one with concurrent jobs. The prompts and answers of these jobs have many lengths. Then recorded
+jobs of mini-swe-agent run on every server type, both real and simulated.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]
 
 
 def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> bool:
-    """Return True if the simulation ranks correctly all pairs of real figures that differ by more
-    than ``apart``.
+    """Return True if the simulation puts every two servers in the right order whose real figures
+    differ by more than ``apart``.
 
     Args:
         pairs: real and simulated figures of each server.
@@ -328,7 +328,9 @@ def compare(
 
 
 def calibration_jobs(seed: int) -> list[Job]:
-    """Create jobs of random tokens with prompts and answers of all lengths."""
+    """Create jobs of random tokens. Their prompts and answers cover the ranges ``FIRST``, ``ADDED``
+    and ``ANSWER``.
+    """
     rng = np.random.default_rng(seed)
 
     def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:

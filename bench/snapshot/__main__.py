@@ -106,7 +106,8 @@ def pause(client: httpx.Client, prompt: Sequence[int], job: str) -> dict[str, fl
 
 
 def measure(model: Path, tokens: int, exact: int, folder: Path, tick: Tick) -> dict[str, Any]:
-    """Measure on two servers, one after the other.
+    """Measure on a server, on the same server after a restart, and on a second server. Returns the
+    figures that the module docstring explains.
 
     Args:
         exact: number of exact continuations.
@@ -152,8 +153,8 @@ def measure(model: Path, tokens: int, exact: int, folder: Path, tick: Tick) -> d
 
 
 def restored(client: httpx.Client, prompts: Sequence[list[int]], kind: str) -> dict[str, float]:
-    """Restore jobs, and send the turn of each job whose KV is in the snapshot. Returns median
-    times, milliseconds.
+    """Restore each job from its snapshot, and send the turn of the job whose KV the snapshot
+    contains. Returns median times, milliseconds.
 
     Args:
         kind: prefix of the figures' names.
@@ -174,7 +175,8 @@ def restored(client: httpx.Client, prompts: Sequence[list[int]], kind: str) -> d
 def continued(
     client: httpx.Client, root: Path, prompts: Sequence[list[int]], count: int, tick: Tick
 ) -> dict[str, Any]:
-    """Cut turns, and measure exact continuations.
+    """Cut turns, continue them from exact snapshots, and count the continuations that are equal bit
+    for bit.
 
     Args:
         root: folder of the snapshots.

@@ -23,8 +23,9 @@ the end the cache is reset. The result has:
   pages in CPU memory, pinned blocks and orders, threads and file descriptors. Jobs and pages on SSD
   are not checked.
 - ``newcomers``, ``newcomer_s``: jobs that arrived during the run, and their median time to first
-  token; ``newcomer_ratio``: the latter over stock vLLM's. ``newcomer_s_tenths``: medians of each
-  tenth of the newcomers. ``newcomer_ratio_end``: the ratio for the last three tenths.
+  token; ``newcomer_ratio``: this time, divided by the newcomers' time on stock vLLM.
+  ``newcomer_s_tenths``: medians of each tenth of the newcomers. ``newcomer_ratio_end``: the ratio
+  for the last three tenths.
 - ``admission``: jobs and turns that were held back, and the percentage of the pool open to new jobs
   at the end.
 - ``compression``, ``failures``: counters of compressed pages in CPU memory, and of pages that could
@@ -213,7 +214,14 @@ def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
 
 
 def counted(metrics: str, names: Sequence[str]) -> dict[str, int]:
-    """Return the named counters and gauges of the connector."""
+    """Return the named counters and gauges of the connector.
+
+    Args:
+        metrics: content of the server's ``/metrics``.
+
+    Raises:
+        KeyError: the server does not report one of them.
+    """
     found = events(metrics)
     return {name: int(found[name]) for name in names}
 

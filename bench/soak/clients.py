@@ -87,7 +87,7 @@ class Site:
     generation: int = 0
 
     def goes_on(self) -> bool:
-        """True until the time is up."""
+        """Return True until the time is up."""
         return time.monotonic() < self.until
 
     async def pause(self, seconds: float) -> None:
@@ -140,7 +140,8 @@ class Client:
         *,
         newcomer: bool = False,
     ) -> None:
-        """Send a turn and read its answer.
+        """Send a turn and read its answer. The answer, or the error of a failed turn, is added to
+        the tally.
 
         Args:
             tokens: length of the answer.
@@ -243,8 +244,8 @@ async def _newcomer(client: Client, name: str) -> None:
 
 
 async def abandon(client: Client) -> None:
-    """Start one job after another. Each announces that its next turn follows in a second, and never
-    sends it.
+    """Start one job after another. Each job announces that its next turn follows in a second, and
+    never sends that turn.
     """
     while client.site.goes_on():
         hints = {
@@ -298,8 +299,8 @@ async def keep(client: Client) -> None:
 
 
 async def update(site: Site) -> None:
-    """Load weights into the server at a fixed pace, alternating between the current and different
-    weights.
+    """Load weights into the server at a fixed pace. Every second update loads different weights,
+    and the updates in between load the current weights again.
 
     Different weights come with a cache reset, as vLLM requires. Stock vLLM refuses a reset while
     requests run, so the clients of stock vLLM change their ``cache_salt`` at every update, which

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 SURE_NATS = 1.0
-"""A token is compared only if its logprob leads that of the second best token by this much. In
-bf16, KV computed in batches of another shape shifts logprobs by a few tenths."""
+"""Minimum lead of a token's logprob over the logprob of the second best token for a difference at
+this token to count. In bf16, KV computed in batches of another shape shifts logprobs by a few
+tenths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,9 @@ def _differs(turn: Turn, control: Turn) -> bool:
 
 
 def slope(samples: Sequence[tuple[float, int]]) -> float:
-    """Return the growth of memory over the second half of the samples, MiB per minute."""
+    """Return the growth of memory over the second half of the samples, MiB per minute; 0 if that
+    half has fewer than two samples.
+    """
     late = np.array(samples[len(samples) // 2 :], dtype=float)
     if len(late) < 2:
         return 0.0
@@ -141,7 +144,7 @@ def ratio_of_medians(
     ``control``; None if one of the parts is empty.
 
     Args:
-        last: size of these parts, as a fraction from 0 to 1.
+        last: length of the last part, as a fraction of the whole from 0 to 1.
     """
     late, control_late = (part[len(part) - round(last * len(part)) :] for part in (values, control))
     return float(np.median(late) / np.median(control_late)) if late and control_late else None

@@ -4,10 +4,10 @@ An adapter presents each request as a ``Request`` and the block pool as a ``Bloc
 engine's configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and
 ``WorkerHalf`` in the order that their modules document. The engine must also
 
-- call ``on_allocated`` again, with 0, after an async load, and ``refuse_restore`` if a call of it
-  raises;
-- call ``build_orders`` before ``num_computed_tokens`` rise, ``on_finished`` while a finished
-  request still owns its blocks, and ``on_reports`` last;
+- call ``on_allocated`` again, with 0, after an async load, and ``refuse_restore`` if
+  ``on_allocated`` raises;
+- call ``build_orders`` before the requests' ``num_computed_tokens`` increase, ``on_finished`` while
+  a finished request still owns its blocks, and ``on_reports`` last;
 - rewind every request that uses a block from ``take_bad_blocks``, and discard its sampled tokens;
 - call ``release_for_running`` before it preempts, and retry in the next step if that returns True;
 - call ``before_reset`` before its prefix cache is reset;
@@ -50,7 +50,7 @@ class Request(Protocol):
         block_hashes: hashes of its full blocks so far; each covers all blocks before it.
         num_tokens: length of prompt and answer.
         num_computed_tokens: tokens computed once all scheduled steps have run.
-        num_in_flight_tokens: tokens of unfinished steps.
+        num_in_flight_tokens: tokens that scheduled, unfinished steps compute.
         arrival_time: seconds on the engine's clock.
         adapter: the engine's object for its LoRA adapter; None for the base model.
         reads_cache: False if its whole prompt must be prefilled.
@@ -61,7 +61,8 @@ class Request(Protocol):
         shared_tokens: length of the prefix that other requests are known to share, in tokens; 0 if
             the engine does not track this.
         outcome: the engine's name of its finish reason.
-        priority: its client's priority, lowest first; unused unless ``EngineLimits.priorities``.
+        priority: the priority that its client set; lower values run first. Unused unless
+            ``EngineLimits.priorities``.
         ready: True if it waits only to be admitted, for blocks or for a place among the running
             requests.
     """
@@ -215,9 +216,9 @@ class BlockPool(Protocol):
         ...
 
     def hash_prefix(self, request: Request, tokens: int) -> None:
-        """Let prefix lookups find the first blocks of a request whose restore has not finished,
-        because their KV is complete. Optional, because the engine hashes the blocks of a finished
-        restore."""
+        """Let prefix lookups find the blocks of a request's first ``tokens`` tokens before the
+        request's restore has finished. The KV of these blocks must be complete. May do nothing,
+        because the engine hashes the blocks of a finished restore."""
         ...
 
     def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
@@ -267,7 +268,7 @@ class Fingerprints(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """A state that the engine keeps for later prompts.
+    """A recurrent state, such as a Mamba layer's, that the engine keeps for later prompts.
 
     Attributes:
         group: position of its page group.
@@ -318,10 +319,11 @@ class EngineLimits:
 
 @dataclass(frozen=True)  # no slots: cached_property needs a __dict__
 class EngineFacts:
-    """Engine configuration that both halves must agree on.
+    """Engine configuration that the scheduler half and the worker half must agree on.
 
     Attributes:
-        ranks: number of tensor-parallel workers, each of which must report every order.
+        ranks: number of workers (tensor-parallel ranks times pipeline stages), each of which must
+            report every order.
         block_size: tokens per block of the first group.
         hash_tokens: tokens per block hash.
         hit_tokens: granularity of prefix hits in VRAM, tokens.
@@ -375,13 +377,14 @@ class EngineFacts:
     @property
     def recovers_by_block(self) -> bool:
         """True if the engine accepts single blocks as failed restores, and recomputes from the
-        first of them. False with windows, which lack the blocks before that point, and with several
-        groups, in which a block id is ambiguous."""
+        first of them. False with sliding windows, because the blocks before that point are missing,
+        and with several groups, because a block id is then ambiguous."""
         return len(self.groups) == 1 and not self.narrow
 
     @cached_property
     def has_states(self) -> bool:
-        """True if some group keeps states rather than KV per token."""
+        """True if some group keeps recurrent states, such as a Mamba layer's, rather than KV per
+        token."""
         return any(group.reach.kind is KvKind.STATE for group in self.groups)
 
     @cached_property
@@ -403,8 +406,8 @@ class EngineFacts:
 
     def blocks_to_go_on(self, computed: int, tokens: int) -> int:
         """Return the number of blocks of a context of ``tokens`` tokens that continues after
-        ``computed`` tokens. The state from which it continues stays allocated in addition to the
-        state being written."""
+        ``computed`` tokens. The recurrent state from which it continues stays allocated in addition
+        to the recurrent state being written."""
         if not self.has_states:
             return self.blocks(tokens)
         states = (group for group in self.groups if group.reach.kind is KvKind.STATE)
@@ -414,7 +417,7 @@ class EngineFacts:
 
     def blocks_on_the_way(self, computed: int, tokens: int) -> int:
         """Return the peak number of blocks while a context grows from ``computed`` to ``tokens``
-        tokens. Blocks of windows are freed only once no token needs them."""
+        tokens. Blocks of sliding windows are freed only once no token needs them."""
         narrow = (group for group in self.groups if group.reach.kind is not KvKind.STATE)
         return self.blocks_to_go_on(computed, tokens) + sum(
             max(0, group.needs(tokens).start - group.needs(computed).start) for group in narrow
@@ -444,5 +447,5 @@ class EngineFacts:
         return self.usable_blocks / growth if growth else math.inf
 
     def slots(self, cpu_bytes_per_rank: int) -> int:
-        """Return the number of page slots in a rank's CPU tier."""
+        """Return the number of page slots in a rank's CPU tier; 0 if pages cannot be offloaded."""
         return cpu_bytes_per_rank // self.slot_bytes if self.groups else 0

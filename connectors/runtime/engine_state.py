@@ -16,7 +16,7 @@ class EngineState:
     """The engine's facts and block pool, and the state that all components share.
 
     Attributes:
-        pool: the engine's blocks.
+        pool: the engine's blocks; a simulated pool in observe mode.
         turns: turns of the live requests.
         counters: counters of the scheduler half.
         clock: monotonic seconds.

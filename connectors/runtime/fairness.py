@@ -61,7 +61,7 @@ class _Share:
 
     Attributes:
         requests: number of its live requests.
-        admitted_at: when one of them was admitted last, seconds.
+        admitted_at: when a request of the client was last admitted, seconds; 0 before that.
     """
 
     requests: int = 0
@@ -91,7 +91,7 @@ class Fairness:
         self._requeued: dict[str, _Live] = {}  # preempted requests that wait again
         self._clients: dict[Client, _Share] = {}
         self._crowding = 0  # clients with several requests
-        self._changed = False  # since the requests over their share were determined
+        self._changed = False  # True if anything changed since the last ``over_share``
         self._idle_since: int | None = None
 
     # -- request events -------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Fairness:
 
     def may_wait_for_tiers(self, request_id: str) -> bool:
         """True if a waiting request may wait for pages that are promoted for it. Always True for a
-        preempted request, which has not waited since its arrival."""
+        preempted request, which has not waited since its arrival, and for an unknown request."""
         live, longest_s = self._live.get(request_id), (1 + TIERS_GRACE) * self._max_wait_s
         if live is None or not live.in_line:
             return True
@@ -184,7 +184,7 @@ class Fairness:
 
     def next_overdue_at(self) -> float:
         """Return the time at which the next waiting request becomes overdue, seconds; infinite if
-        none waits, or if all are overdue already."""
+        no request waits, or if all waiting requests are overdue already."""
         latest = self.overdue_until()
         times = (
             next((one.arrived_at for one in line.values() if one.arrived_at > latest), math.inf)
@@ -194,7 +194,8 @@ class Fairness:
 
     def must_yield(self, request_id: str, step: int) -> bool:
         """True if a request that the engine considers for admission must wait, because an overdue
-        request arrived before it.
+        request arrived before it. Always False for a preempted request, which is recorded as
+        waiting again.
 
         Args:
             step: number of the engine's step.
@@ -224,8 +225,8 @@ class Fairness:
             yield from _first_ready(one for one in by_arrival if self._priority(one) <= priority)
 
     def _is_stuck(self, step: int) -> bool:
-        """True if no request has run for ``IDLE_STEPS``, which shows that the overdue request waits
-        for something other than a seat or blocks."""
+        """True if no request has run for ``IDLE_STEPS`` steps, which shows that the overdue request
+        waits for something other than a seat or blocks."""
         if any(self._pool.tables[CONTEXT].values()):
             self._idle_since = None
             return False
@@ -243,7 +244,7 @@ class Fairness:
     def over_share(self, waiting: Iterable[str]) -> Mapping[str, tuple[float, float]]:
         """Rank the waiting requests that would take their clients over an equal share, except
         overdue requests. Requests of the client with the smallest excess come first; if excesses
-        are equal, those of the client whose last admission was earliest.
+        are equal, requests of the client whose last admission was earliest.
 
         Args:
             waiting: the requests in the order in which the engine would admit them.
@@ -270,8 +271,9 @@ class Fairness:
         return over
 
     def salts_over_share(self, pinned: Mapping[JobKey, int], waiter: str) -> Collection[str]:
-        """Salts whose pins give way to a waiting request of another client regardless of their
-        value, because the clients with these salts have more than an equal share of the pool.
+        """Return the salts whose pins are released for a waiting request of another client
+        regardless of the pins' value, because the clients with these salts have more than an equal
+        share of the pool.
 
         Args:
             pinned: number of blocks of each pin.

@@ -53,7 +53,8 @@ TOKENS_AT_ONCE, MOST_TOKENS = 4096, 1 << 20
 """``TOKENS_AT_ONCE``: maximum length of a token prefix that is hashed immediately. Longer prefixes,
 up to ``MOST_TOKENS`` tokens, are hashed on another thread."""
 MOST_NAMED = 16
-"""Maximum number of token prefixes that are being hashed, or wait to be hashed, on that thread."""
+"""Maximum number of long token prefixes (see ``TOKENS_AT_ONCE``) that are being hashed or wait to
+be hashed."""
 TTL_S = 300.0
 """Default duration of a retention or a pin, seconds."""
 LONGEST_RETENTION_S, LONGEST_PIN_S = 86_400.0, 600.0
@@ -64,8 +65,8 @@ LEASED_SHARE_OF_SCOPE = 2
 """One block of the pin budget in ``LEASED_SHARE_OF_SCOPE`` may be pinned by the hints of one
 scope."""
 PREFETCHED_SHARE = 2
-"""One slot of CPU memory in ``PREFETCHED_SHARE`` may be reserved for promotions. With more, a hint
-orders no further promotions."""
+"""One slot of CPU memory in ``PREFETCHED_SHARE`` may be reserved for promotions. Once that many
+slots are reserved, a hint orders no further promotions."""
 MOST_PRIORITY = 4.0
 """Factor by which priority 1 multiplies the worth of retained pages. Priority -1 divides it by this
 factor."""
@@ -90,7 +91,8 @@ _Item = TypeVar("_Item")
 
 
 class _Refused(Exception):
-    """The hint cannot be carried out. Raised to end it with an outcome and a reason."""
+    """The hint cannot be carried out. The methods that find pages or carry out an intent raise this
+    exception to end the hint with an outcome and a reason."""
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
@@ -186,7 +188,7 @@ class HintActions:
         self._errors = errors
         self._names = ContextNames(engine.facts, pages.names, deps.make_request)
         self._thread: ThreadPoolExecutor | None = None
-        self._named = 0  # token prefixes on the thread
+        self._named = 0  # token prefixes that the thread hashes or has queued
         self._left = PAGES_A_STEP
         self._acts: dict[Intent, Callable[[KvHint, _Found], HintResult | Carrying]] = {
             Intent.RETAIN: self._retain,
@@ -317,7 +319,7 @@ class HintActions:
         return any(work.eager for work in self.works)
 
     def poll(self) -> None:
-        """End the retentions whose time is over."""
+        """End the retentions that have expired."""
         now = self._clock()
         if now < self._next_end:
             return
@@ -346,7 +348,8 @@ class HintActions:
     # -- targets ----------------------------------------------------------------------------
 
     def _job_of(self, scope: str | None, target: Target, turn: Turn | None) -> Job | None:
-        """Return the job that a hint names; None if it names pages."""
+        """Return the job that a hint names; None if it names pages. Raises ``_Refused`` if the job
+        is unknown, or if several jobs have the name."""
         jobs = self._manager.jobs
         found: Sequence[Job | None]
         if target.own:
@@ -370,7 +373,7 @@ class HintActions:
     def _find(
         self, scope: str | None, hint: KvHint, job: Job | None, turn: Turn | None
     ) -> Generator[bool, None, _Found]:
-        """Find the pages that a hint concerns."""
+        """Find the pages that a hint concerns. Raises ``_Refused`` if no such page is known."""
         target = hint.target
         if job is not None:
             return _Found(job.key.salt, self._manager.pages_of(job.key), job)
@@ -396,7 +399,8 @@ class HintActions:
         self, tokens: Sequence[int], salt: str | None
     ) -> Generator[bool, None, Sequence[PageKey]]:
         """Return the pages of the whole blocks of a token prefix, with the keys that they have for
-        the base model."""
+        the base model. Raises ``_Refused`` if the prefix is too long, or if too many prefixes are
+        being hashed."""
         tokens = tokens[: len(tokens) // self._facts.block_size * self._facts.block_size]
         if not tokens or not self._index.num_slots:
             return ()
@@ -519,8 +523,8 @@ class HintActions:
         return made if isinstance(made, HintResult) else (yield from made)
 
     def _retain(self, hint: KvHint, found: _Found) -> HintResult:
-        """Add the pages to the eviction order as a separate context, which is certain to be needed
-        before the retention ends."""
+        """Add the pages to the eviction order as a separate context, with the forecast that it is
+        certain to be needed before the retention ends."""
         slots, now = self._index.num_slots, self._clock()
         if not self._order.by_context or not slots:
             reason = "Retention needs KV in CPU memory, and TIERED_KV_EVICTION=worth."
@@ -549,8 +553,8 @@ class HintActions:
         return _timed(hint, len(pages), ttl_s, clipped=clipped)
 
     def _pin(self, hint: KvHint, found: _Found) -> Carrying:
-        """Lease the job's pin or, for a hint that names pages, a separate pin. The pin is extended
-        by the leading pages whose blocks are still in VRAM."""
+        """Keep the job's pin or, for a hint that names pages, a separate pin until the hint's
+        deadline. The leading pages whose blocks are still in VRAM are added to the pin."""
         pins, now, job = self._pins, self._clock(), found.job
         ttl_s, clipped = _ttl(hint, LONGEST_PIN_S)
         key = _pin_key(found)
@@ -574,7 +578,8 @@ class HintActions:
                 pinned = pins.lease(key, blocks[:most], lease, started_at)
         else:
             wanted = pinned = pins.lease(key, (), lease, started_at)
-            # With windows or states, the blocks at the prompt's end are needed, and unknown now.
+            # With sliding windows or recurrent states, the blocks at the prompt's end are needed,
+            # and are unknown now.
             pages = () if self._facts.narrow else found.pages
             taken, wanted = 0, max(pinned, len(pages))
             for part in self._portions(pages):
@@ -653,7 +658,7 @@ class HintActions:
         return _result(hint, Outcome.CLIPPED if covered else Outcome.REJECTED, why, covered)
 
     def _in_cpu(self, key: PageKey) -> bool:
-        """True if CPU memory has the page, or is about to."""
+        """True if CPU memory has the page, or if the page is being copied to CPU memory."""
         state = self._index.state(key)
         return state.readable or state.moving
 
@@ -671,7 +676,7 @@ class HintActions:
 
     def _demote(self, hint: KvHint, found: _Found) -> Carrying:
         """Copy pages to the engine's own tiers, and drop them from CPU memory once they are copied.
-        Pages that other jobs have are kept."""
+        Pages that other jobs share stay in CPU memory."""
         tiers, job, index = self._pages.tiers, found.job, self._index
         if not tiers.own:
             reason = "Demotion needs a tier below CPU memory, such as SSD: set TIERED_KV_SSD_PATH."
@@ -817,7 +822,7 @@ def _pin_key(found: _Found) -> JobKey:
 
 def _ttl(hint: KvHint, longest_s: float) -> tuple[float, bool]:
     """Return the duration of a hint in seconds, and True if it is shorter than the requested
-    duration."""
+    duration. Raises ``_Refused`` if the requested duration is not above 0."""
     asked_s = TTL_S if hint.ttl_s is None else hint.ttl_s
     if not asked_s > 0:
         raise _Refused(Outcome.REJECTED, "The duration must be above 0.")

@@ -30,8 +30,8 @@ MOST_BRANCHES = 4
 """Number of branches of a job whose last prompts are remembered: the conversation, and the side
 requests between its turns."""
 MAX_JOBS = 65_536
-"""Maximum number of jobs. Beyond this the least recently active job is forgotten: its client never
-reported its end."""
+"""Maximum number of jobs. Beyond this the least recently active job is forgotten, because its
+client may never report its end."""
 
 _NUMBER = attrgetter("number")
 
@@ -41,12 +41,12 @@ class PastPrompt:
     """The prompt of a finished turn, as far as needed to recognise prompts that extend it.
 
     Attributes:
-        tokens: its length.
-        blocks: number of its full blocks.
-        block: hash of the last one.
+        tokens: length of the prompt.
+        blocks: number of its full blocks of ``hash_tokens`` tokens, without the last few tokens,
+            which a chat template may omit later.
+        block: hash of the last of these blocks.
         start: number of tokens in these blocks.
-        rest: the tokens after these blocks, except the last few, which a chat template may omit
-            later.
+        rest: the tokens after these blocks, without the last few tokens of the prompt.
         since: start of the gap after the turn, seconds.
     """
 
@@ -73,14 +73,14 @@ class PastPrompt:
         return cls(request.num_prompt_tokens, blocks, block, start, rest, since)
 
     def begins(self, request: Request) -> bool:
-        """True if the request's prompt begins with this one."""
+        """True if the request's prompt begins with this prompt."""
         prompt, hashes = request.prompt_token_ids, request.block_hashes
         if prompt is None or len(hashes) < self.blocks or hashes[self.blocks - 1] != self.block:
             return False
         return array("q", prompt[self.start : self.start + len(self.rest)]) == self.rest
 
     def extended_by(self, request: Request) -> bool:
-        """True if the request's prompt begins with this one and is longer."""
+        """True if the request's prompt begins with this prompt and is longer."""
         return request.num_prompt_tokens > self.tokens and self.begins(request)
 
 
@@ -216,8 +216,8 @@ class JobTable:
         return [self._jobs[key] for key in keys if key in self._jobs][:most]
 
     def after(self, number: int, most: int) -> list[Job]:
-        """Return up to ``most`` jobs with the next higher numbers. The time taken does not depend
-        on the total number of jobs."""
+        """Return up to ``most`` jobs with the next higher numbers. The search takes logarithmic
+        time in the number of jobs."""
         at = bisect_right(self._listed, number, key=_NUMBER)
         return self._listed[at : at + most]
 
@@ -255,7 +255,8 @@ class Responses:
         return len(self._jobs)
 
     def answered(self, key: JobKey, request_id: str) -> None:
-        """Record the response of a job's turn. Requests of other endpoints have no response."""
+        """Record the response of a job's turn. Ignores requests of endpoints other than the
+        Responses API."""
         response = _RESPONSE.match(request_id)
         if response is None:
             return

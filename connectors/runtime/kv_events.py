@@ -8,7 +8,8 @@ Events are derived from state, not queued: the indices report which pages may ha
 ``take`` compares what the tiers have with what was reported last. So a page that changes often
 between two steps takes one entry, no change can be lost, and the entries are bounded by the names.
 If there are too many names, the oldest pages are reported as removed, which every consumer
-understands. A gap in the sequence or an AllBlocksCleared would also cost the credit for VRAM.
+understands. A gap in the event sequence or an AllBlocksCleared event would also discard the credit
+for blocks in VRAM.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from .parts import Pages
 from .turn import Turn
 
 PAGES_A_STEP = 1024
-"""Maximum number of pages that ``take`` compares, which takes about a millisecond. It returns at
-most one event for each page and tier, so that a step stays below the 4,096 events that vllm-router
-accepts."""
+"""Maximum number of pages that ``take`` compares, which takes about a millisecond. ``take`` returns
+at most one event for each page and tier, so that a step stays below the 4,096 events that
+vllm-router accepts."""
 SEARCHED_A_STEP = 4096
 """Maximum number of pages of admitted prompts that are searched for pages without a name."""
 MOST_NAMED = 1 << 20
@@ -66,7 +67,7 @@ class BlocksStored:
     Attributes:
         group: position of the page group.
         hashes: the engine's hash of each block.
-        parent: hash of the block before them; None if they start the context.
+        parent: hash of the block before the first of these blocks; None if they start the context.
         tokens: tokens of all blocks.
         adapter: the engine's object for the LoRA adapter; None for the base model.
         extra_keys: the engine's extra key of each block; None if no block has one.
@@ -95,10 +96,10 @@ KvEvent: TypeAlias = BlocksStored | BlocksRemoved
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Text:
-    """Consecutive blocks of a context, with what identifies them.
+    """Consecutive blocks of a context, with the data that identifies them.
 
     Attributes:
-        reported: for each block, the tiers that consumers believe to have it, one bit each.
+        reported: for each block, the tiers in which consumers expect it, one bit each.
     """
 
     group: int
@@ -111,7 +112,8 @@ class _Text:
     reported: bytearray
 
     def hashes(self, first: int, stop: int) -> list[bytes]:
-        """Return the engine's hashes of some of the blocks."""
+        """Return the engine's hashes of the blocks from ``first`` up to, but excluding,
+        ``stop``."""
         return [key[DIGEST_BYTES:] for key in self.keys[first:stop]]
 
 
@@ -149,7 +151,7 @@ class KvEvents:
         self._searches = deque[_Search](maxlen=MOST_SEARCHES)
         self._error: Exception | None = None
         shared = {store.tier: tier.spec.shared for store, tier in pages.tiers.items()}
-        # vllm-router counts every block with an owner as one of an external store.
+        # vllm-router counts every block with an owner as a block of an external store.
         places = {
             tier: Place(True, is_shared, None if self._narrowed else str(tier))
             for tier, is_shared in shared.items()
@@ -183,13 +185,14 @@ class KvEvents:
     # -- names ----------------------------------------------------------------------------
 
     def on_admitted(self, turn: Turn) -> None:
-        """Name those pages of a turn's prompt that tiers have, such as pages that the previous
-        engine left behind."""
+        """Queue a search of a turn's prompt for pages that tiers have and that have no name, such
+        as pages that the previous engine left behind."""
         if self._is_reported(turn):
             self._searches.append(_Search(turn))
 
     def _on_filled(self, turn: Turn, group: int, blocks: range) -> None:
-        """Name pages that are about to be saved. Never raises, because the save must go on."""
+        """Name pages that are about to be saved. Never raises, because the save must continue;
+        ``take`` raises the error."""
         if self._reported_groups[group] and self._is_reported(turn):
             try:
                 self._name(turn, group, blocks)
@@ -265,7 +268,7 @@ class KvEvents:
     # -- changes --------------------------------------------------------------------------
 
     def _on_changed(self, keys: Collection[PageKey]) -> None:
-        """Compare these pages at the next opportunity."""
+        """Queue these pages, if they have names, for comparison by ``take``."""
         self._changed.update(zip(filter(self._names.__contains__, keys), repeat(None)))
 
     def on_cleared(self) -> None:
@@ -336,8 +339,8 @@ class KvEvents:
         return events
 
     def _has(self, group: int, keys: Sequence[PageKey]) -> Sequence[int]:
-        """Return the tiers that consumers should believe to have each page, one bit each. Forgets
-        the names of pages that no tier has or is about to have."""
+        """Return, for each page, the tiers in which consumers should expect it, one bit each.
+        Forgets the names of pages that no tier has or is about to have."""
         stores, states = self._stores[group], self._index.states(keys)
         missing = [at for at, state in enumerate(states) if state is PageState.MISSING]
         has = [int(state not in _NOWHERE) for state in states]
@@ -378,7 +381,8 @@ def _differences(
 def _add_stored(
     events: list[BlocksStored], place: Place, text: _Text, first: int, stop: int
 ) -> None:
-    """Add blocks that a tier has now, to the last event if they continue its blocks."""
+    """Add an event for blocks that a tier has now, or extend the last event if they continue its
+    blocks."""
     size, last = text.block_size, events[-1] if events else None
     parent = text.hashes(first - 1, first)[0] if first else text.parent
     tokens = text.tokens[first * size : stop * size].tolist()

@@ -62,7 +62,8 @@ class PolicyState:
         return True
 
     def save_if_due(self, now: float) -> None:
-        """Save the policy if the last save was long enough ago. Does not wait for the save."""
+        """Start to save the policy's state if the last save, or the first call, was at least
+        ``SAVE_EVERY_S`` seconds ago and no save is running. Does not wait for the save."""
         if self._path is None:
             return
         if self._saved_at is None:

@@ -4,7 +4,8 @@ All code runs on the scheduler's thread, inside the engine's hooks, without lock
 of calls is: ``on_arrived`` once; ``match`` in every step until the request is admitted;
 ``on_allocated`` at its admission (twice with an async restore); ``build_orders`` in every step;
 ``on_reports`` after steps in which workers reported; ``on_finished`` once. If requests wait and
-nothing is computed for a long time, a watchdog releases all pins and holds.
+nothing is computed for a long time, a watchdog releases all pins and admits all jobs that are held
+back.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class SchedulerHalf:
         gaps: components that work between turns.
         snapshots: takes and restores snapshots of jobs, and forks jobs.
         kv_hints: carries out KV hints.
-        events: KV events of the tiers outside VRAM; None unless the engine publishes events.
+        events: KV events of the tiers outside VRAM; None if no KV events are published.
         observation: records the tokens that would have been restored for turns; None unless in
             observe mode.
         errors: errors of hooks.
@@ -168,7 +169,7 @@ class SchedulerHalf:
     # -- a turn arrives -----------------------------------------------------------
 
     def on_arrived(self, request: Request, hints: TurnHints) -> None:
-        """Register a request that has arrived."""
+        """Register a request that has arrived, and carry out its KV hints."""
         if self.observation is not None:
             self.pages.dispatch.on_idle()  # no step was built while the engine was idle
         arrived_at, job = self._clock(), None
@@ -249,10 +250,12 @@ class SchedulerHalf:
         return restores.answer(turn)
 
     def on_allocated(self, request_id: str, num_external: int) -> None:
-        """Order the restore of a request that has been allocated blocks.
+        """Order the restore of a request that has been allocated blocks. If this raises and
+        ``num_external`` is not 0, call ``refuse_restore``.
 
         Args:
-            num_external: tokens that the engine expects to be restored.
+            num_external: tokens that the engine expects to be restored; 0 for the second call,
+                after an async restore.
         """
         self.admission.fairness.on_allocated(request_id)
         turn = self.turns.by_id.get(request_id)
@@ -309,15 +312,15 @@ class SchedulerHalf:
     def refuse_restore(self, request_id: str) -> None:
         """Fail a restore that the engine expects, because ``on_allocated`` failed."""
         turn = self.turns.by_id.get(request_id)
-        self.pool.forget(self.pages.restores.refuse(request_id, turn))  # already hashed
+        self.pool.forget(self.pages.restores.refuse(request_id, turn))  # vLLM has hashed the blocks
         if turn is not None:
             turn.forget_pages()
             self.pages.restores.withdraw(turn)
 
     def release_for_running(self) -> bool:
-        """Release a pin because a running request lacks blocks, unless blocks are about to become
-        free. Returns False if a request must be preempted instead, as always in observe mode, where
-        pins hold no blocks."""
+        """Release blocks of a pin or of prompt boundaries, because a running request lacks blocks,
+        unless blocks are about to become free. Returns False if a request must be preempted
+        instead, as always in observe mode, where pins hold no blocks."""
         return self.observation is None and self.admission.pressure.for_running(self.step)
 
     # -- every step ---------------------------------------------------------------
@@ -329,7 +332,8 @@ class SchedulerHalf:
 
         Args:
             scheduled: tokens that the step computes for each request.
-            states: states that exist once the step has run; their blocks may be reused after it.
+            states: recurrent states that exist once the step has run; their blocks may be reused
+                after the step.
         """
         self.step += 1
         pages, admission, gaps = self.pages, self.admission, self.gaps
@@ -376,8 +380,8 @@ class SchedulerHalf:
         return pages.dispatch.take()
 
     def _give_everything_up(self) -> None:
-        """Release every pin and hold, because the engine makes no progress, and the connector must
-        not be the cause."""
+        """Release every pin, admit every held-back job and end every wait for pages, because the
+        engine makes no progress, and the connector must not be the cause."""
         logger.error(
             "requests are waiting, but the engine has computed nothing for %g s: all pins are "
             "released, and all held-back jobs are admitted",
@@ -402,7 +406,8 @@ class SchedulerHalf:
     # -- a turn ends ----------------------------------------------------------------
 
     def on_finished(self, request_id: str) -> dict[str, Any] | None:
-        """Finish a request. Returns the connector's report to the client; None if there is none."""
+        """Finish a request. Returns the connector's report for the client; None if there is
+        none."""
         self.admission.fairness.on_ended(request_id)
         turn = self.turns.pop(request_id)
         if turn is None:
@@ -446,8 +451,8 @@ class SchedulerHalf:
         self.errors.add("ordering requests", "held-back requests are admitted")
 
     def _release_first(self, turn: Turn) -> None:
-        """Let the blocks of a finished job be reused before those of unfinished jobs: the engine
-        reuses blocks without a hash first. Blocks that other jobs may share keep their hash."""
+        """Remove the hashes of a finished job's blocks, so that these blocks are reused before the
+        blocks of unfinished jobs. Blocks that other jobs may share keep their hash."""
         if turn.job is None or turn.job.running != {turn.request_id}:
             return
         blocks = self.pool.tables[CONTEXT].get(turn.request_id, ())[turn.job.first_blocks :]
@@ -456,8 +461,8 @@ class SchedulerHalf:
     # -- resets and shutdown ----------------------------------------------------------
 
     def release_all(self) -> None:
-        """Release every reference to VRAM blocks. The pages of saves in flight are not found
-        later."""
+        """Release every reference to VRAM blocks. Saves in flight are dropped, so lookups do not
+        find their pages later."""
         self.admission.pins.release_all()
         self.admission.boundaries.release_all()
         self.snapshots.release_vram()
@@ -469,7 +474,7 @@ class SchedulerHalf:
         self.deps.fingerprints.forget_weights()
 
     def reset(self) -> None:
-        """Release every VRAM block, and start a new generation of pages.
+        """Release every reference to VRAM blocks, and start a new generation of pages.
 
         The KV of running requests was computed before the reset, so it is not saved.
         """
@@ -494,8 +499,9 @@ class SchedulerHalf:
                 turn.rename_pages(pages.names.fingerprints(turn.request))
 
     def has_pending_push_work(self) -> bool:
-        """True while an otherwise idle engine must keep stepping, because copies have not been
-        reported or operations need steps. Always False in observe mode."""
+        """Order promotions in advance, continue unfinished hints, and return True while an
+        otherwise idle engine must keep stepping, because copies have not been reported or
+        operations need steps. Always False in observe mode."""
         self.gaps.manager.on_idle()
         hints = self.kv_hints
         if hints.works:

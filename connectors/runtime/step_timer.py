@@ -20,10 +20,11 @@ class StepTimer:
         self._looked_at: float | None = None
 
     def look(self, now: float, steps: int) -> None:
-        """Record the time since the last call.
+        """Record the average step time since the last call.
 
         Args:
-            steps: number of steps built since the last call; 0 if one of them was idle.
+            steps: number of steps built since the last call; 0 if one of them was idle, so that the
+                measurement is ignored.
         """
         if steps and self._looked_at is not None:
             seen = min((now - self._looked_at) / steps, LONGEST_S)

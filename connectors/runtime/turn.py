@@ -44,7 +44,7 @@ class PlacedRun:
     """Pages of a group and the blocks to which they are copied, in the order of the context.
 
     Attributes:
-        first: number of blocks of the group before them.
+        first: number of blocks of the group before these blocks.
     """
 
     group: int
@@ -82,8 +82,8 @@ class EndedGap:
 
     Attributes:
         context_tokens: length of that context.
-        shared_blocks: number of blocks of that context that the prompt also begins with; a lower
-            bound.
+        shared_blocks: number of blocks (of ``hash_tokens`` tokens) of that context that the prompt
+            also begins with; a lower bound.
         kept: True if some tier was still meant to keep the context.
         saved: True if the context was saved outside VRAM.
         superseded: number of pages of earlier contexts of the job that the prompt supersedes.
@@ -122,13 +122,14 @@ class Source:
 
 @dataclass(slots=True)
 class ObservedState:
-    """Tokens of the prompt that the connector would have kept from being recomputed, in addition to
+    """Tokens of the prompt that the connector would have saved from recomputation, in addition to
     tokens that the engine finds in VRAM by itself. Written by ``observe.observation``; all 0 unless
     in observe mode.
 
     Attributes:
         looked_at: step in which the tiers were searched for these tokens; None before.
-        vram_tokens, cpu_tokens, ssd_tokens: tokens under pins, in CPU memory, and in lower tiers.
+        vram_tokens, cpu_tokens, ssd_tokens: tokens in blocks that pins would hold, in CPU memory,
+            and in lower tiers.
     """
 
     looked_at: int | None = None
@@ -145,7 +146,7 @@ class SaveState:
         cursors: by group, number of blocks that have been saved or were found saved already.
         boundaries: prompt lengths, in tokens, at which the KV of every group is saved as soon as it
             is computed. Descending, so that the next boundary is last.
-        bounded: pages saved at past boundaries, except those before the cursors.
+        bounded: pages saved at past boundaries, except pages that the cursors cover.
         due: step at which the turn's next block may be full; other calendar entries of the turn are
             stale. None if the turn is not being watched.
         suspended: True while another connector loads into the turn's blocks.
@@ -171,8 +172,8 @@ class RestoreState:
         loading: number of unfinished orders of the async restore, plus one while further pieces
             remain to be ordered.
         broken: True if the last pieces of the restore did not arrive, until the turn resumes.
-        promised: True from when the engine is told to wait for an async restore until the turn
-            resumes.
+        promised: True from the time at which the engine is asked to wait for an async restore until
+            the turn resumes.
         failed: True if no page of the async restore arrived, until the turn is allocated blocks
             again.
         came_up: number of restored pages that no turn had used since they were promoted from a
@@ -194,15 +195,15 @@ class TiersState:
 
     Attributes:
         lookups: number of times that stores were queried for the start of the prompt.
-        ends_asked: True if stores were queried for windows and states.
-        asking: True while the turn waits for the replies.
+        ends_asked: True if stores were queried for window pages and recurrent states.
+        asking: True while the turn waits for the stores' replies.
         answers_until: deadline of that wait, seconds.
         awaits: promotions or lookups that the turn waits for.
         behind: number of pages of other turns whose slots the turn waits for; 0 if it does not
             wait.
-        longest_wait_s: longest further wait for the turn's pages; None if no page is worth waiting
-            for.
-        wait_until: deadline of that wait; None while VRAM has no space for the turn.
+        longest_wait_s: longest further wait for the turn's pages, seconds; None if no page is worth
+            waiting for.
+        wait_until: deadline of that wait, seconds; None while VRAM has no space for the turn.
         looked_at: when the tiers were last searched for pages, seconds; None before.
         room_seen: True if VRAM had space for the turn at that time.
         in_pieces: True if pages that do not fit in CPU memory are to be promoted in pieces.
@@ -210,8 +211,9 @@ class TiersState:
         keys: pages promoted, or being promoted, for the turn until its admission, each with the
             store from which it comes.
         held: slots of the pages that have arrived.
-        waits_since: when the turn first waited for these pages, seconds; None if it did not.
-        waited_s: duration of its earlier waits for them, seconds.
+        waits_since: start of the current wait for pages, slots or replies, seconds; None while the
+            turn does not wait.
+        waited_s: total duration of the turn's earlier waits, seconds.
     """
 
     lookups: int = 0
@@ -241,7 +243,7 @@ class HoldState:
     """State of the turn before its admission. Written by ``admission.gate``.
 
     Attributes:
-        new: True until its job has started.
+        new: True while the turn's job has not started, and may therefore be held back.
         refused: True if the turn was held back at least once.
         let_in_at: when the turn's job was admitted, seconds; None before that, or if the gate was
             not consulted.
@@ -261,8 +263,8 @@ class PressureState:
     """State of the turn's need for blocks. Written by ``pins.pressure``.
 
     Attributes:
-        asked_at: step in which the engine last looked the turn up; None before, or if the turn then
-            lacked blocks that were about to become free.
+        asked_at: step in which the engine last considered the turn for admission; None before, or
+            if the turn then lacked blocks that were about to become free.
         restored_at: last step in which the turn's restore finished and nothing was scheduled.
     """
 
@@ -276,7 +278,7 @@ class StartState:
 
     Attributes:
         scheduled_at: start of the first step that computes the turn, seconds; None before.
-        first_token_at: when the first token was observed; None before.
+        first_token_at: when the first token was observed, seconds; None before.
     """
 
     scheduled_at: float | None = None
@@ -321,8 +323,8 @@ class TurnPages:
 class Turn:
     """A live request: facts that do not change, and a part for each writer.
 
-    No field is reassigned. The class is not frozen, because requests may arrive by the thousand and
-    freezing doubles the time to construct one.
+    No field is reassigned. The class is not frozen, because thousands of requests may arrive
+    together, and freezing doubles the time to construct a turn.
 
     Attributes:
         job: its job; None if the client named no job and none was inferred.
@@ -379,12 +381,13 @@ class Turn:
 
     @property
     def may_restore(self) -> bool:
-        """True if pages of its prompt may be looked up."""
+        """True if the pages of the turn's prompt may be looked up."""
         readable = bool(self.pages.fingerprints) and self.request.reads_cache
         return readable and not self.restore.failed
 
     def page_keys(self, group: int = CONTEXT) -> Sequence[PageKey]:
-        """Return the keys of a group's blocks, as far as the engine has hashed the blocks."""
+        """Return the keys of a group's blocks, as far as the engine has hashed the blocks. Raises
+        IndexError if the turn has no page keys (``TurnPages.fingerprints`` is empty)."""
         pages, hashes = self.pages, self.request.block_hashes
         if not pages.keys:
             pages.keys += [[] for _ in pages.fingerprints]
@@ -395,8 +398,9 @@ class Turn:
         return keys
 
     def state_key(self, group: int, tokens: int) -> PageKey | None:
-        """Return the key of the state after ``tokens`` tokens, a multiple of ``hash_tokens``; None
-        if the engine has not hashed these tokens yet."""
+        """Return the key of a recurrent state, or of a page, that ends after ``tokens`` tokens, a
+        positive multiple of ``hash_tokens``; None if the engine has not hashed these tokens yet.
+        The turn must have page keys."""
         place = tokens // self.pages.hash_tokens - 1
         hashes = self.request.block_hashes
         if place >= len(hashes):
@@ -411,7 +415,8 @@ class Turn:
 
         Returns:
             The key of the preceding page (the fingerprint if there is none) and the engine's extra
-            key (adapter, salt); None for inputs that token ids do not identify.
+            key (adapter, salt); None for inputs that token ids do not identify, or if the engine
+            has not hashed the preceding page yet.
         """
         if not self.request.text_only:
             return None

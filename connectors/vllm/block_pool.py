@@ -1,5 +1,5 @@
-"""The port's ``BlockPool`` on top of vLLM's KV cache manager, hooks for cache resets, and the
-port's view of a step.
+"""``BlockPool`` (``runtime.base``) on top of vLLM's KV cache manager, hooks for cache resets, and
+the conversion of vLLM's scheduled steps.
 
 Before a cache reset, tiered-kv's references to blocks are released. KV that survives a reset is
 never found.
@@ -92,7 +92,7 @@ def watch_resets(
     manager: Any, blocks_of: Mapping[str, Sequence[Any]], told: Callable[[], None]
 ) -> None:
     """Call ``told`` before every reset of vLLM's KV cache manager. Used in observe mode, in which
-    no KV was saved. ``Resets`` describes the other arguments."""
+    no KV was saved. Takes the same arguments as ``Resets``, but does not use ``blocks_of``."""
     reset = manager.reset_prefix_cache
 
     def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class Resets:
     """Wrapper around the reset of vLLM's KV cache manager.
 
     vLLM refuses to reset its cache while blocks are referenced, and notifies the connector too
-    late. So our references are released first, inside the manager's own reset.
+    late. So tiered-kv's references are released first, inside the manager's own reset.
 
     If vLLM still refuses, because requests run or are being restored, the KV of these requests
     belongs to the previous generation, and so does everything that they compute from it. The hashes
@@ -171,7 +171,7 @@ def scheduled_step(output: Any) -> ScheduledStep:
 
 
 def kept_states(output: Any, positions: Mapping[int, int]) -> list[KeptState]:
-    """Return the states that vLLM offers for saving in this step.
+    """Return the recurrent states that vLLM offers for saving in this step.
 
     Args:
         positions: positions of page groups by vLLM's group index.

@@ -87,7 +87,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 def report_speculation(vllm_config: Any) -> None:
     """Log what speculative decoding costs with this connector, and warn of vLLM's defect with
-    states."""
+    recurrent states."""
     drafter = vllm_config.speculative_config
     if drafter is None:
         return
@@ -132,11 +132,11 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     ahead = bool(vllm_config.scheduler_config.async_scheduling) or pipelines
     # vLLM rewinds a request whose sync restore failed only if no later step was scheduled yet, and
     # only in its older model runner (vllm-project/vllm#49250). Otherwise the request would continue
-    # with wrong KV. With states a sync restore comes too late, and with several groups it must not
-    # fail.
+    # with wrong KV. With recurrent states, a sync restore comes too late; with several groups, it
+    # must not fail.
     plain = len(groups) == 1 and groups[0].reach.kind is KvKind.FULL
-    # Since 0.33, vLLM drops external hits that end within a block if it returns the experts of each
-    # token.
+    # Since 0.33, vLLM drops external hits that end within a block if it is configured to return the
+    # experts that each token used.
     returned = getattr(vllm_config, "aux_output_config", None)
     return EngineFacts(
         ranks=vllm_config.parallel_config.world_size,
@@ -178,8 +178,8 @@ def _limits(vllm_config: Any) -> EngineLimits:
 
 
 def with_hash_units(facts: EngineFacts, kv_cache_manager: Any) -> EngineFacts:
-    """Return the facts with the tokens per block hash, and the granularity of vLLM's prefix
-    hits."""
+    """Return the facts with the tokens per block hash, and the granularity of prefix hits, that
+    vLLM's KV cache manager uses."""
     first = kv_cache_manager.coordinator.single_type_managers[0]
     hash_tokens = int(kv_cache_manager.block_pool.hash_block_size)
     hit_tokens = getattr(first, "cache_hit_alignment_tokens", first.scheduler_block_size)

@@ -1,4 +1,5 @@
-"""``ContinuumScheduler``: vLLM's scheduler with job order and holding, for ``--scheduler-cls``.
+"""``ContinuumScheduler``: vLLM's scheduler with job order and admission control, for
+``--scheduler-cls``.
 
     vllm serve MODEL --kv-transfer-config … \\
         --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler
@@ -196,4 +197,4 @@ class ContinuumScheduler(_InJobOrder, Scheduler):
 
 
 class AsyncContinuumScheduler(_InJobOrder, AsyncScheduler):
-    """vLLM's asynchronous scheduler with the same changes."""
+    """vLLM's asynchronous scheduler with the same changes as ``ContinuumScheduler``."""

@@ -1,4 +1,5 @@
-"""vLLM's envelopes for the messages between the scheduler and the workers."""
+"""Subclasses of vLLM's message types, which carry tiered-kv's messages between the scheduler and
+the workers."""
 
 from __future__ import annotations
 
@@ -15,21 +16,22 @@ from tiered_kv.messages import Handshake, Orders, Reports
 
 @dataclass(frozen=True)
 class TieredHandshake(KVConnectorHandshakeMetadata):
-    """The first message of a worker."""
+    """The first message from a worker to the scheduler: its speeds, and the pages that its stores
+    contain."""
 
     handshake: Handshake
 
 
 @dataclass(frozen=True)
 class TieredMetadata(KVConnectorMetadata):
-    """A step's orders."""
+    """A step's orders, from the scheduler to the workers."""
 
     orders: Orders
 
 
 @dataclass(frozen=True)
 class TieredWorkerMetadata(KVConnectorWorkerMetadata):
-    """Results of orders. vLLM merges the results of all ranks."""
+    """Results of orders, from a worker to the scheduler. vLLM merges the results of all ranks."""
 
     reports: Reports
 

@@ -37,8 +37,8 @@ class _Load:
         path: folder of the adapter's files.
         stamps: stamps of these files when they were loaded; None if the files may differ from what
             was loaded.
-        identity: identifies the adapter in its page keys: the digest of its files, or a random
-            text; None if its pages get no keys.
+        identity: text that identifies the adapter in its page keys: the digest of its files, or a
+            random text. None if its pages get no keys.
         check: running comparison of the files with the stamps.
     """
 
@@ -271,8 +271,8 @@ def _hash_algorithm(cache: Any) -> str:
 
 
 def _weights_digest(model: Any, load: Any) -> str:
-    """Return the digest of the served weights. For a model without files, it is random, so that no
-    other engine finds its pages."""
+    """Return the digest of the served weights. For a model without files, the digest is random, so
+    that no other engine finds its pages."""
     unknown = f"{UNIDENTIFIED}{secrets.token_hex(8)}"
     if str(load.load_format) == "dummy":
         return unknown

@@ -23,7 +23,8 @@ _ELEMENTS = {
     "fp8_e5m2": ElementType.FP8_E5M2,
 }
 _STATE_ELEMENTS = {**_ELEMENTS, "float32": ElementType.FP32}
-"""Element types by vLLM's names. Attention KV in float32 is stored as opaque."""
+"""Element types of recurrent states by vLLM's names. Only states may be float32: attention KV in
+float32 is treated as opaque."""
 
 
 def planning() -> ModuleType:
@@ -86,14 +87,14 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
         sections=tuple(sections),
         reach=reach,
         draft_tokens=0
-        if reach.kind is KvKind.STATE  # drafters have no states
+        if reach.kind is KvKind.STATE  # drafters have no recurrent states
         else _draft_tokens(vllm_config, kv_cache_config, index),
         arrangement=_arrangement(vllm_config, kv_cache_config),
     )
 
 
 def _state_sections(spec: Any) -> Iterator[Section]:
-    """Yield the parts of a layer's state, whose dtypes may differ. For attention, there are
+    """Yield the parts of a layer's recurrent state, whose dtypes may differ. Attention layers have
     none."""
     for shape, dtype in zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True):
         name = str(dtype).removeprefix("torch.")
@@ -120,14 +121,15 @@ def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
 def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int | None:
     """Return the page size of a layer, bytes, if the space between its pages belongs to other
     layers; otherwise None."""
-    if hasattr(spec, "shapes"):  # a state, padded to the size of other groups' pages
+    if hasattr(spec, "shapes"):  # a recurrent state, padded to the size of other groups' pages
         return int(spec.real_page_size_bytes)
     packed = tensor.layer_stride < num_blocks * tensor.block_stride
     return int(spec.page_size_bytes) if packed and not only else None
 
 
 def read_reach(spec: Any) -> KvReach | str:
-    """Return the reach of a group's layers; if it is not supported, the reason as a text."""
+    """Return the reach of a group's layers (which tokens' KV they keep); if the group is not
+    supported, the reason as a text."""
     reaches = {_layer_reach(one) for one in _layer_specs(spec)}
     if len(reaches) > 1:
         return f"layers of one group keep different types of KV ({type(spec).__name__})"

@@ -1,16 +1,16 @@
-"""Middleware that carries clients' ids and hints to where the connector reads them.
+"""Middleware that copies clients' ids and hints to the request field that the connector reads.
 
     --middleware tiered_kv.connectors.vllm.middleware.JobMiddleware
 
 Claude Code, Codex, OpenCode and others name their session, their agent and its parent in headers
 and body fields (``tiered_kv.policies.jobs.identity`` has the table). Continuum's clients put hints
-at the top level of the body, and clients of Anthropic's, OpenAI's and Dynamo's APIs state in it how
-long their KV is to be kept. vLLM drops all of these silently. This middleware adds them to
-``kv_transfer_params`` before vLLM reads the body. It changes nothing else, so streamed answers stay
-streams, and it never sets a cache salt.
+at the top level of the body, and clients of Anthropic's, OpenAI's and Dynamo's APIs use body fields
+to state how long their KV is to be kept. vLLM drops all of these silently. This middleware adds
+them to ``kv_transfer_params`` before vLLM reads the body. It changes nothing else, so streamed
+answers stay streams, and it never sets a cache salt.
 
 Without the middleware, vLLM 0.30 to 0.33 keeps ``kv_transfer_params``, ``vllm_xargs`` and the
-header ``X-Session-ID`` on all four paths, and a top-level ``session_id`` on all paths except
+header ``X-Session-ID`` on all four ``PATHS``, and a top-level ``session_id`` on all of them except
 ``/v1/messages``.
 """
 

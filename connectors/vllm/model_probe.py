@@ -36,7 +36,8 @@ COMPILED = re.compile(
 )
 """Modules that CPU builds of vLLM lack. Building a model calls none of them."""
 SHAPING = re.compile(r"\w*(pattern|layer\w*freq|index|sparse|latent|compress)\w*")
-"""Names of configuration fields that may change which KV or states layers keep, or their size."""
+"""Names of configuration fields that may change which KV or recurrent states the layers keep, or
+the size of these."""
 HARMLESS = re.compile(
     r"(img|image|video|vision|visual|audio|mm_)\w*|\w*(token|pad|ignore)\w*_index|"
     r"\w*(mtp|nextn)\w*|_\w*"
@@ -240,7 +241,8 @@ def _as_fields(value: Any) -> Any:
 
 
 def _complete(described: Mapping[str, Any], assumed: dict[str, Any]) -> dict[str, Any]:
-    """Add the quantization fields that vLLM's parsers require but published files omit."""
+    """Return a copy of a quantization configuration, with the fields that vLLM's parsers require
+    but published files omit. The values of these fields are added to ``assumed``."""
 
     def fill(part: dict[str, Any], name: str, value: Any) -> None:
         if name not in part:
@@ -415,7 +417,8 @@ def _refuse_unread(fields: Mapping[str, Any], built: Built) -> None:
 
 def _group(built: Built, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
     """Return the types of layers, the groups that share blocks, and the size of a block on one
-    rank, bytes."""
+    rank, bytes. Raises UnknownModel if the model has no KV, or KV that tiered-kv does not
+    support."""
     from vllm.v1.attention.backends.utils import (
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,
@@ -575,7 +578,7 @@ def _transformers_model(folder: Path) -> Any | None:
                 with torch.device("meta"):
                     return auto.from_config(config)
             except Exception:
-                return None  # vLLM requires less of a configuration
+                return None  # vLLM may accept a configuration that transformers rejects
     return None
 
 

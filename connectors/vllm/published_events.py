@@ -1,4 +1,5 @@
-"""Converts KV events to vLLM's classes, and reports when vLLM clears what it has published.
+"""Converts KV events to vLLM's classes, and reports when vLLM publishes that all blocks were
+cleared.
 
 vLLM publishes what ``take_events`` returns after its own events of the step, in the same batch, and
 numbers the batches of each data-parallel rank.
@@ -104,8 +105,8 @@ def _only(fields: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
 
 
 def watch_cleared(manager: Any, told: Callable[[], None]) -> None:
-    """Call ``told`` after each reset of a block pool. vLLM then publishes AllBlocksCleared, upon
-    which consumers forget every tier."""
+    """Call ``told`` after each successful reset of a block pool. vLLM then publishes
+    AllBlocksCleared, upon which consumers forget every tier."""
     for pool in dict.fromkeys(one.block_pool for one in manager.coordinator.single_type_managers):
 
         def reset(reset: Callable[[], bool] = pool.reset_prefix_cache) -> bool:

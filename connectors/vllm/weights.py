@@ -192,7 +192,8 @@ def install() -> None:
 
 
 def watch(executor: Any, connector: Any) -> None:
-    """Intercept every call to an executor's workers."""
+    """Intercept every call to an executor's workers. Does nothing unless ``connector`` is or
+    contains tiered-kv's connector."""
     calls = calls_of(connector)
     if calls is None:
         return

@@ -1,6 +1,6 @@
-"""The order in which requests are admitted and kept running. Pure.
+"""The order in which waiting requests are admitted and running requests are kept running.
 
-Ranks sort in ascending order.
+The functions are pure and return ranks. The request with the lowest rank comes first.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ import math
 from typing import NamedTuple
 
 SENIORITY = 0.1
-"""Maximum time by which a later request may precede an earlier one if more requests wait than may
-run, as a fraction of the admission limit. Preferring the request of an older job then saves no
-computation."""
+"""Maximum time by which a later request may precede an earlier request while more requests wait
+than may run, as a fraction of ``admission_max_wait_s``. While that many wait, preferring requests
+of older jobs saves no computation."""
 
 
 class QueuePosition(NamedTuple):
-    """A request as seen by the orders. A tuple, because thousands of requests are sorted.
+    """The properties of a request that determine its rank. A tuple, because thousands of requests
+    are sorted.
 
     Attributes:
         job_started_at: start of its job, seconds; without a job, the arrival of the request.
         arrived_at: arrival of the request, seconds.
         new: True if no turn of its job has been allocated blocks.
         preempted: True if it was preempted.
-        overdue: True if it has waited for the admission limit.
+        overdue: True if it has waited for at least ``admission_max_wait_s``.
         has_kv: True if its job's KV is pinned, or being promoted for it.
         is_last_step: True if its job ends with this turn.
-        client_blocks: for a new job, blocks of its client's jobs that precede it.
+        client_blocks: for a new job, blocks of its client's active jobs, and of the client's
+            parked new jobs that arrived earlier.
     """
 
     job_started_at: float
@@ -51,13 +53,13 @@ def waiting_rank(
     position: QueuePosition, seniority_s: float = math.inf
 ) -> tuple[int, float, float]:
     """Return the rank of a waiting request. Admitted first are preempted requests, then overdue
-    requests by arrival, then requests whose KV is pinned or being promoted, then all others. Within
-    the other groups, the order is by the start of their jobs.
+    requests, then requests whose KV is pinned or being promoted, then all others. Overdue requests
+    are ordered by arrival, and the requests of each other group by the start of their jobs.
 
     Args:
         seniority_s: maximum time by which a request may have arrived later than a request that it
-            precedes, seconds. Finite if more requests wait than may run; then the requests that are
-            neither preempted nor overdue form one group.
+            precedes, seconds. If it is finite, which callers use while more requests wait than may
+            run, all requests that are neither preempted nor overdue form one group.
     """
     if position.overdue and not position.preempted:
         return 1, position.arrived_at, position.arrived_at

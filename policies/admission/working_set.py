@@ -1,18 +1,19 @@
-"""The working set of jobs: a new job may start if its working set fits next to those already
-started.
+"""Projection of the blocks that jobs need at the same time, their working set. A new job may start
+if its blocks fit next to the blocks of the jobs that have already started.
 
 vLLM admits every request that finds free blocks. With more jobs than fit, each job's KV is evicted
 before its next turn, all jobs recompute their contexts, and none finishes. So a new job waits until
 the projected peak demand of the others leaves space for it.
 
-The forecast lets every job continue at the same pace, by a fixed number of blocks per turn, until
-it ends after as many turns as jobs of its age had left. Because some jobs are slower than others,
-each is assumed to stay longer than that, by a margin that grows with the spread of turn times. The
-total is highest just before some job ends, so only these moments are evaluated.
+The forecast assumes that all jobs take turns at the same pace. Each job gains a fixed number of
+blocks per turn, and ends after as many further turns as earlier jobs took from the same turn on.
+Because some jobs are slower than others, each job is assumed to stay longer, by a margin that grows
+with the spread of turn times. The total is highest just before a job ends, so only these moments
+are evaluated.
 
 Clients get equal shares. A client's contexts between turns must not keep out other clients' new
 jobs (``FairShare``), and its requests and pins must not keep out other clients' requests
-(``EqualShare``). Without I/O or a clock, but some classes learn from what they observe.
+(``EqualShare``). The module uses no I/O and no clock. Some classes learn from observations.
 """
 
 from __future__ import annotations
@@ -34,23 +35,24 @@ from tiered_kv.policies.jobs.silence import SOON_S
 Array = NDArray[np.float64]
 
 MOMENTS = 32
-"""Maximum number of moments evaluated. If there are more, ``MOMENTS`` of them are sampled
-evenly."""
+"""Maximum number of moments at which the demand is evaluated. If more jobs end at different
+moments, ``MOMENTS`` of these are sampled evenly."""
 CHUNK = 64
 """Number of jobs in a chunk. The sums of the demands of all preceding chunks are cached."""
 JOBS = 256
 """Number of finished jobs whose lengths are kept."""
 GROWTH_DECAY = 0.98
-"""Factor by which the weight of a turn's growth decays with the next turn."""
+"""Factor by which the weight of an observed growth, or of an observed time between turns, decays
+with each later observation."""
 MOST, LEAST = 1.25, 0.5
-"""Bounds of the fraction of the pool that may be committed to jobs. The fraction exceeds 1 if
-forecasts proved higher than what jobs then used."""
+"""Upper and lower bound of the fraction of the pool that may be committed to jobs. The fraction
+exceeds 1 if jobs used fewer blocks than forecast."""
 UP = 1.001
 """Factor applied to the fraction of the pool that may be committed, for each second in which a job
 is held back despite free blocks."""
 LEARN_EVERY_S = 1.0
-"""Minimum time between two increases, seconds, because a job is reconsidered more often while
-others come and go."""
+"""Minimum time between two increases of that fraction, seconds. A job that is held back may be
+reconsidered more often than that, because each start or end of another job triggers it."""
 
 
 class JobDemand(NamedTuple):
@@ -60,7 +62,7 @@ class JobDemand(NamedTuple):
         blocks: unshared blocks of its context at the end of its current turn, or of its next turn
             if none runs.
         grows: growth with every later turn, blocks.
-        left: number of later turns.
+        left: number of turns after that turn.
         weight: fraction of the time in which VRAM must hold these blocks, 0 to 1. A job whose KV
             waits in CPU memory needs VRAM only while a turn runs.
         chance: probability that the job needs its blocks at all.
@@ -83,7 +85,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         vram: blocks of VRAM.
-        anywhere: blocks of VRAM and CPU memory.
+        anywhere: blocks of VRAM and CPU memory together.
     """
 
     vram: float = 0.0
@@ -103,9 +105,9 @@ def most_of(demand: JobDemand) -> Blocks:
 class Demand:
     """Projected demand of all jobs together, oldest first.
 
-    The cost of a query, and of adding, changing or removing a job, does not depend on the number of
-    jobs. What a change does to the peak is computed when the peak is requested, because ``most``
-    often suffices.
+    The cost of a query, and of adding or changing a job, does not depend on the number of jobs. The
+    effect of a change on the peak is computed only when the peak is queried, because the upper
+    bounds ``most`` often suffice.
 
     Args:
         jobs: demand of each job.
@@ -141,8 +143,8 @@ class Demand:
         return len(self._jobs)
 
     def put(self, place: int, demand: JobDemand) -> None:
-        """Set the demand of the job at position ``place``. At the position after the last job,
-        append a job."""
+        """Set the demand of the job at position ``place``, counted from 0. If ``place`` is the
+        number of jobs, append a job."""
         before = NO_DEMAND
         if place == len(self._jobs):
             self._jobs.append(demand)
@@ -175,7 +177,7 @@ class Demand:
 
         Args:
             more: an additional job.
-            first: number of jobs to include, from the first on; None for all.
+            first: number of jobs to include, oldest first; None for all.
             anywhere: True to count blocks in VRAM and CPU memory; False for VRAM only.
         """
         if self._changed:
@@ -204,8 +206,8 @@ class Demand:
         return left + self._spread * np.sqrt(left)
 
     def _row_of(self, demand: JobDemand) -> Array:
-        """Return the row of one job. The last row is cached, because an arriving job is tested and
-        then added with the same demand."""
+        """Return the row of one job. The last row is cached, because the peaks in VRAM and in all
+        memory are queried with the same demand."""
         tested, row = self._latest
         if demand is not tested:
             row = np.empty(2 * len(self._moments))
@@ -214,7 +216,7 @@ class Demand:
         return row
 
     def _fill(self, rows: Array, demands: JobDemand | Array) -> None:
-        """Compute the rows of ``demands`` into ``rows``."""
+        """Compute the rows of ``demands``, and write them to ``rows``."""
         blocks, grows, left, weight, chance, shared = demands
         there = self._stays(left) >= self._moments
         whole = (blocks + grows * np.minimum(left, self._moments)) * there
@@ -234,7 +236,7 @@ class JobLengths:
         self._sums: list[int] | None = None  # sums from each position on
 
     def ended(self, turns: int) -> None:
-        """Record that a job ended after that many turns."""
+        """Record that a job ended after ``turns`` turns. Numbers below 1 are ignored."""
         if turns < 1:
             return
         if len(self._latest) >= JOBS:
@@ -245,7 +247,7 @@ class JobLengths:
 
     def left(self, turns: int) -> float:
         """Return the expected number of further turns of a job that has started ``turns`` turns:
-        the mean over finished jobs with at least as many turns; ``turns`` if there are none."""
+        the mean over finished jobs with at least ``turns`` turns; ``turns`` if there are none."""
         if self._sums is None:
             total, sums = 0, [0]
             for one in reversed(self._sorted):
@@ -277,9 +279,9 @@ class Growth:
 
 
 class JobForecast:
-    """Forecast of a job's length and growth. The job continues for as many turns as jobs of its age
-    had left. Each turn adds the job's mean growth, in which the mean growth of all jobs counts as
-    one more turn.
+    """Forecast of a job's length and growth. A job is expected to take as many further turns as
+    finished jobs took from the same turn on. Each turn is expected to add the job's mean growth, in
+    which the mean growth of all jobs counts as one more turn.
 
     Attributes:
         lengths: lengths of finished jobs, turns.
@@ -326,10 +328,10 @@ class Overcommit:
     """Fraction of the pool that may be committed to jobs.
 
     The fraction starts at 1. When a job returns and part of its context was evicted, the fraction
-    falls by the size of that part relative to the pool. Contexts that are found whole raise the
-    fraction towards 1: those whose sizes add up to the pool close about 1 - 1/e of the distance. So
-    the fraction settles where gains and losses are equal. Jobs that are held back despite free
-    blocks raise it slowly, above 1 if necessary.
+    falls by the size of that part relative to the pool. Contexts that are found complete raise the
+    fraction towards 1: together, contexts with as many blocks as the pool close about 1 - 1/e of
+    the distance to 1. So the fraction settles where gains and losses are equal. Jobs that are held
+    back despite free blocks raise it slowly, above 1 if necessary.
     """
 
     def __init__(self) -> None:
@@ -375,8 +377,8 @@ class FairShare:
         because another client may arrive at any time.
 
         Args:
-            waiting: expected demand of each client's unpinned jobs between turns; includes clients
-                whose jobs have none.
+            waiting: expected demand of each client's unpinned jobs between turns. Clients that only
+                have other jobs are included with no demand.
             room: size of VRAM, and of VRAM and CPU memory together, blocks.
         """
         clients = max(2, len(waiting))
@@ -420,12 +422,12 @@ class ClientUse:
 
 @dataclass(frozen=True, slots=True)
 class EqualShare:
-    """Share of each client while other clients' requests wait. A client with a single context is
-    always within its share.
+    """The part of an engine that each client may use while other clients' requests wait. A client
+    with a single context is always within its share.
 
     Attributes:
-        seats: number of requests that may run.
-        blocks: number of blocks.
+        seats: number of running requests and pins per client; may be fractional.
+        blocks: number of blocks per client.
     """
 
     seats: float
@@ -449,7 +451,7 @@ class EqualShare:
         return times if times > 1 and use.contexts > 1 else 0.0
 
     def fills_pool(self, use: ClientUse) -> bool:
-        """True if a client has more than its share of the pool."""
+        """True if a client has more than its share of the pool's blocks."""
         return use.contexts > 1 and use.blocks > self.blocks
 
 
@@ -458,7 +460,7 @@ PACE_DECAY = 0.9
 
 
 class TurnPace:
-    """Mean time of a turn and of a gap, over all jobs.
+    """Moving averages of the duration of a turn and of a gap, over all jobs.
 
     Attributes:
         turn_s: mean time of a turn, seconds; 0 before the first turn.
@@ -485,7 +487,8 @@ class TurnPace:
 
     def vram_share(self, away_s: float) -> float:
         """Return the fraction of a cycle in which a job needs VRAM. The cycle lasts from the end of
-        the job's last turn to the end of its next turn, and only the turn needs VRAM.
+        the job's last turn to the end of its next turn, and only the turn needs VRAM. Returns 1
+        before the first turn was observed.
 
         Args:
             away_s: time since its last turn ended, seconds; 0 at the start of a gap.

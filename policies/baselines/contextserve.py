@@ -1,7 +1,6 @@
-"""ContextServe: rules on the command, then posteriors, then Continuum.
+"""ContextServe, a published policy that classifies gaps by the command, then by earlier gaps.
 
-The authors' third layer, decision trees on the command, is omitted, because neither the trees nor
-their training set are published.
+If neither classifies a gap, Continuum's rule decides. The authors' decision trees are omitted.
 """
 
 from __future__ import annotations
@@ -65,10 +64,11 @@ class ContextServe:
 
     1. Rules. If the command's first word is known to be fast, the gap is FAST, with a pin of 3 s.
        If the command starts with a prefix known to be slow, the gap is SLOW, without a pin.
-    2. The posterior of the narrowest context with enough gaps: 10 of the command, 5 of the tool, 2
-       of all. The gap is FAST if P(X < 1 s) > 0.85, with a pin until the 0.9 quantile. It is SLOW
-       if P(X > 5 s) > 0.85.
-    3. Continuum's rule.
+    2. The posterior distribution of the gap X, learned from earlier gaps: of the same command if
+       at least 10 are recorded, else of the same tool if at least 5 are, else of all tools if at
+       least 2 are. The gap is FAST if P(X < 1 s) > 0.85, with a pin until the 0.9 quantile of X. It
+       is SLOW, without a pin, if P(X > 5 s) > 0.85.
+    3. Continuum's rule. The gap is UNCERTAIN.
 
     Two parts of the description are omitted: decision trees on the command, which the authors
     evaluate before Continuum's rule (neither the trees nor their training set are published), and

@@ -20,11 +20,12 @@ Array = NDArray[np.float64]
 Tool = tuple[str, ...]
 
 ENOUGH = 100
-"""K: minimum number of gaps for which a distribution is used."""
+"""K: minimum number of recorded gaps of a tool for its distribution to be used."""
 MAX_GAPS = 4000
-"""Maximum number of gaps per tool; the paper keeps all. With more, a decision exceeds 100 µs."""
+"""Maximum number of gaps kept per tool; the paper keeps all. With more gaps, a decision would take
+longer than 100 µs."""
 MAX_TOOLS = 128
-"""Maximum number of tools. The least recently used one is dropped first."""
+"""Maximum number of tools. The least recently used tool is dropped first."""
 VERSION = 1
 
 ALL: Tool = ()
@@ -49,8 +50,8 @@ _NONE = _Gaps()
 
 
 class ToolGaps:
-    """S[f]: the latest gaps of each tool, and of all tools under the key ``ALL``. Not
-    thread-safe."""
+    """The latest gaps of each tool (S[f] in the paper), and of all tools together under the key
+    ``ALL``. Not thread-safe."""
 
     def __init__(self) -> None:
         self._tools: OrderedDict[Tool, _Gaps] = OrderedDict({ALL: _Gaps()})
@@ -69,7 +70,7 @@ class ToolGaps:
         return np.fromiter(islice(reversed(kept), count), np.float64)
 
     def observe(self, tools: Iterable[Tool], gap_s: float) -> None:
-        """Add a gap to these tools. Impossible values are ignored."""
+        """Add a gap to each of these tools. A gap that is negative, infinite or NaN is ignored."""
         if not 0 <= gap_s < math.inf:
             return
         for tool in tools:
@@ -122,10 +123,12 @@ class _OfToolGaps:
 
 
 class Continuum(_OfToolGaps):
-    """The published rule: τ* = argmax of P(τ) (T η + R) - τ over the recorded gaps and 0.
+    """The published rule: a turn is pinned for τ* = argmax of P(τ) (T η + R) - τ, over the recorded
+    gaps and 0. P is the distribution of the tool's gaps; ``Costs`` describes T, η and R.
 
     With fewer than 100 gaps of the tool, P is the distribution over all tools. With fewer than 100
-    gaps in total, it is the exponential distribution with mean 1 s, and η is 1: τ* = ln(T + R).
+    gaps in total, P is the exponential distribution with mean 1 s, and η is 1, so that τ* is
+    ln(T + R), or 0 if that is negative.
     """
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
@@ -166,8 +169,8 @@ def time_to_live(gaps: ToolGaps, tool: Tool, costs: Costs) -> float:
 
 
 def pinned(ttl_s: float, costs: Costs) -> Decision:
-    """Return a pin of ``ttl_s`` seconds; if that is 0, the best tier outside VRAM for a short
-    gap."""
+    """Return the decision to pin for ``ttl_s`` seconds. If ``ttl_s`` is 0, return the decision for
+    the best tier outside VRAM for a short gap."""
     if ttl_s > 0:
         return Decision(Tier.PIN, ttl_s)
     return Decision(without_pin(costs, 0.0))

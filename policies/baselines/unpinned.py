@@ -24,7 +24,7 @@ class StatelessPolicy:
 
 
 class Lru(StatelessPolicy):
-    """Copies everything to CPU memory and pins nothing."""
+    """Keeps every turn's KV in CPU memory, except after a job's last turn, and pins nothing."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return Decision(Tier.DROP if turn.is_last_step else Tier.CPU)

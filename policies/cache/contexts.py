@@ -22,12 +22,13 @@ class Run:
     Attributes:
         keys: keys of the pages, first to last.
         above: the preceding run; None at the start of a context.
-        last: of the contexts through the run, the one whose pages were set most recently.
+        last: of the contexts that contain the run, the context whose pages were set most recently.
         shared: True if several contexts had the run's pages at some time.
         below: runs that follow this run.
         ends: contexts that end with the run's last page.
         end: number of the run's pages up to the last page that may be in CPU memory.
-        rank: number of the ranking in which ``owner`` and ``at`` were set; None if there is none.
+        rank: number of the ranking in which ``owner`` and ``at`` were set; None if the run is new
+            or changed since the last ranking.
         owner: context with which the run is evicted in that ranking.
         at: number of the run's pages that are still to be evicted.
     """
@@ -49,7 +50,7 @@ class Branch:
     """Consecutive pages that a context no longer has, and that no other context ever had.
 
     Attributes:
-        left_at: start of the first gap in which the context lacked them, seconds.
+        left_at: start of the first gap in which the context lacked the pages, seconds.
         keys: the pages, first to last.
     """
 
@@ -63,15 +64,15 @@ class Context:
 
     Attributes:
         job: the job.
-        forecast: distribution of its gap; None while its next turn is live.
+        forecast: distribution of its gap; None while the job's next turn is queued or running.
         since: when the gap started, seconds.
-        lost_at: when the forecast was lost, seconds; None if it was not lost. After that, no job
-            waits for the pages.
+        lost_at: when the forecast became invalid, seconds; None if it is valid. From then on, no
+            job counts as waiting for the pages.
         page_s: prefill time that one of its pages saves, seconds.
         leaf: run with which the context ends; None if it has no pages.
         left: branches that the job left and that are not superseded yet, oldest first.
-        worth: time that one of its pages is expected to save, seconds: if the job returns soon, and
-            if it returns at any time. See ``ByWorth``.
+        worth: time that one of its pages is expected to save, seconds: first by a return before the
+            page would be evicted, then by a return at any time. Set by ``ByWorth``.
     """
 
     job: Hashable = None
@@ -84,7 +85,8 @@ class Context:
     worth: tuple[float, float] = (0.0, 0.0)
 
     def chance(self, now: float, within_s: float) -> float:
-        """Return the probability that the job needs its pages in the next ``within_s`` seconds."""
+        """Return the probability that the job needs its pages in the next ``within_s`` seconds: 1
+        while its next turn is queued or running, 0 if the forecast became invalid."""
         if self.lost_at is not None:
             return 0.0
         if self.forecast is None:
@@ -95,7 +97,7 @@ class Context:
 
 
 class ContextTree:
-    """Contexts by their pages. A change costs O(1) per page added or removed.
+    """Tree of the runs of pages of all contexts. A change costs O(1) per page added or removed.
 
     Attributes:
         runs: run of each page.
@@ -128,8 +130,8 @@ class ContextTree:
         return fresh, self._release(context, old) if old is not None else []
 
     def remove(self, context: Context) -> list[Run]:
-        """Remove the context. Returns the runs that no other context has, the last run of the
-        context first. They are removed as well."""
+        """Remove the context, and the runs that no other context has. Returns these runs, the last
+        run of the context first."""
         self.change(context)
         leaf, context.leaf = context.leaf, None
         return self._release(context, leaf) if leaf is not None else []
@@ -216,7 +218,8 @@ class ContextTree:
         self._forget(lower)
 
     def _release(self, context: Context, leaf: Run) -> list[Run]:
-        """Remove runs that no context has any more, after the context has moved from ``leaf``."""
+        """Update the tree after the context has moved away from ``leaf``. Removes and returns the
+        runs that no context has any more, and merges a remaining run with its only successor."""
         if context.leaf is not leaf:
             leaf.ends.pop(context, None)
         run: Run | None = leaf

@@ -1,7 +1,8 @@
 """The default eviction rule: pages of the job that is least worth waiting for are evicted first.
 
-Pages have equal sizes, so value per byte is value per page: the probability that the job returns
-for the page before it would be evicted anyway, times the prefill time that it saves.
+Pages have equal sizes, so the value per byte is proportional to the value of a page: the
+probability that the job returns before the page would be evicted anyway, times the prefill time
+that the page saves.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RANK_EVERY_S = 1.0
 """Minimum time between two rankings of the contexts, seconds."""
 AT_ONCE = 1024
 """Number of contexts revalued for one ranking, which takes a millisecond or two. If there are more
-contexts, they are revalued in turn."""
+contexts, each ranking revalues the next of them."""
 NOBODYS, HALF_S = 0.5, 30.0
 """``NOBODYS``: worth of a page that was just used and that no job waits for, as a fraction of the
 mean worth. ``HALF_S``: half-life of that worth, seconds. Most such pages belong to finished jobs,
@@ -35,7 +36,8 @@ MOST_BRANCHES = 16
 class ByWorth(EvictionOrder):
     """Evicts pages of the job that is least worth waiting for, the end of its context first.
 
-    - Superseded pages are evicted before all others.
+    - Superseded pages are evicted before all others. These are pages of contexts that a job left,
+      and that it is no longer expected to return to (see ``on_extended``).
     - A page of several jobs has the rank of the most valuable job, and is counted once.
     - Pages that only finished jobs had are evicted right after superseded pages.
     - Other pages that no job waits for (of running turns, prefixes that several jobs had, contexts
@@ -51,7 +53,9 @@ class ByWorth(EvictionOrder):
     Args:
         clock: monotonic seconds.
         most_pages: maximum number of pages in all contexts, and also in all branches that jobs
-            left. Beyond it, the job that has been idle for longest is forgotten, or its branches.
+            left. If contexts have more pages, the job that has been idle for longest is forgotten.
+            If branches have more pages, the branches of the job that left its branches first are
+            forgotten.
     """
 
     rank_every_s: ClassVar[float] = RANK_EVERY_S
@@ -72,7 +76,7 @@ class ByWorth(EvictionOrder):
         self._several: set[PageKey] = set()  # in no context now, formerly in several
         self._left: dict[Context, None] = {}  # contexts that left branches, oldest first
         self._left_pages = 0  # pages in these branches
-        self._ranking: list[Context] = []  # first to be evicted first
+        self._ranking: list[Context] = []  # in eviction order
         self._rank = 0
         self._passed = 0  # contexts at the head of the ranking without pages left
         self._ranked_at = -math.inf
@@ -304,7 +308,8 @@ class ByWorth(EvictionOrder):
         self._free.update(self._pages(run, self.clock()))
 
     def _long_unused(self, runs: Sequence[Run], since: float) -> None:
-        """Move the pages of removed runs before all other pages outside contexts, last page first.
+        """Add the pages of removed runs to the eviction order, before all other pages outside
+        contexts, last page first.
 
         Args:
             since: when the job's gap started, which is when the pages were last used, seconds.
@@ -314,7 +319,8 @@ class ByWorth(EvictionOrder):
             self._unused.update(dict.fromkeys(pages, since))
 
     def _leave(self, context: Context, gone: Sequence[Run]) -> None:
-        """Remember pages that a job no longer has, and forget those that it has again."""
+        """Remember the pages that a job no longer has as branches, and forget the pages of earlier
+        branches that the job has again."""
         left = list[Branch]()
         for branch in context.left:
             back = sum(1 for _ in takewhile(self._tree.runs.__contains__, branch.keys))
@@ -338,8 +344,9 @@ class ByWorth(EvictionOrder):
     # -- ranking --------------------------------------------------------------------
 
     def _value(self, context: Context, now: float) -> None:
-        """Set the worth of the context's pages: for a return of the job before they would be
-        evicted, and for a return at any time."""
+        """Set the worth of the context's pages: for a return of the job before the pages would be
+        evicted, and for a return at any time. If the forecast became invalid, set the decaying
+        worth of pages that no job waits for."""
         if context.lost_at is not None:
             halves = min(max(now - context.lost_at, 0.0) / HALF_S, 1000.0)
             context.worth = NOBODYS * self._mean_page_s * 0.5**halves, 0.0

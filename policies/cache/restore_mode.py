@@ -24,12 +24,12 @@ class RestoreCost:
 
 @dataclass(frozen=True, slots=True)
 class FasterRestore:
-    """Chooses the mode in which the waits of all requests have the smallest sum. Pure.
+    """Chooses the mode for which the waits of all requests have the smallest sum. Pure.
 
-    A sync restore delays this step, so this request and all others wait for the copy: ``copy_s * (1
-    + others)``. An async restore starts after this step's forward pass. Only its request waits: for
-    two steps, or for the copy if the copy takes longer, because the request is scheduled in the
-    step after the step in which the copy is found to be finished.
+    A sync restore delays this step, so the restored request and all others wait for the copy:
+    ``copy_s * (1 + others)``. An async restore starts after this step's forward pass. Only the
+    restored request waits: for two steps, or for the copy if the copy takes longer, because the
+    request is scheduled in the step after the step in which the copy is found to be finished.
     """
 
     def choose(self, cost: RestoreCost) -> RestoreMode:
@@ -41,13 +41,14 @@ class FasterRestore:
         return RestoreMode.SYNC if sync_s <= async_s else RestoreMode.ASYNC
 
     def usable(self, tokens: int) -> int:
-        """Return how many of the ``tokens`` prompt tokens that were found are to be restored."""
+        """Return how many of ``tokens`` prompt tokens to restore, if the KV of all of them was
+        found. This class restores all."""
         return tokens
 
 
 @dataclass(frozen=True, slots=True)
 class AlwaysRestore(FasterRestore):
-    """Always chooses the same mode, for tests and measurements."""
+    """Always chooses the mode ``mode``, for tests and measurements."""
 
     mode: RestoreMode
 

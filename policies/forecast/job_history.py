@@ -65,7 +65,8 @@ class JobHistory:
         self._jobs: OrderedDict[JobKey, _Job] = OrderedDict()
 
     def past(self, turn: TurnEnd) -> Past:
-        """Return the history of a turn's job at the end of the turn. Does not change it."""
+        """Return the history of a turn's job at the end of the turn, or ``NO_PAST`` if the job is
+        unknown. Changes nothing."""
         found = self._jobs.get(turn.job) if turn.job else None
         if found is None:
             return NO_PAST
@@ -73,8 +74,8 @@ class JobHistory:
         return Past(found.recent, similar)
 
     def observe(self, turn: TurnEnd, at_knots: Array) -> None:
-        """Add the gap after a turn. ``at_knots`` is the distribution of its rank over the knots,
-        with shape (knots,) and sum 1."""
+        """Add the gap after a turn. ``at_knots`` is the distribution of the gap's rank over the
+        knots, with shape (knots,) and sum 1. A turn of an unknown job is ignored."""
         job = turn.job
         if job is None:
             return

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 KNOTS: Array = np.array([0.0, 0.02, 0.08, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0])
-"""Ranks between which functions are linear. The knots are dense at both ends, where the difference
-between a short and a very short gap matters. Shape (knots,)."""
+"""Ranks at which piecewise linear functions of the rank may bend. The knots are dense at both ends,
+where the difference between a short and a very short gap matters. Shape (knots,)."""
 _STEPS = np.diff(KNOTS)
 EVEN: Array = np.convolve(_STEPS, [0.5, 0.5])
 """Weight of each knot under uniform ranks. Shape (knots,), sum 1."""

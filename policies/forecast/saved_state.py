@@ -13,8 +13,8 @@ def numbers(saved: object, *shape: int, least: float = -np.inf) -> Array:
     stands for any length.
 
     Raises:
-        ValueError: ``saved`` has another shape or type, or contains an infinite number or a number
-            below ``least``.
+        ValueError: ``saved`` has another shape or type, or contains NaN, an infinite number or a
+            number below ``least``.
     """
     try:
         found = np.array(saved, dtype=np.float64)

@@ -162,7 +162,7 @@ def _rule_prior(rule: Rule) -> NormalInverseGamma:
 
 def _sharpened(masses: Array, expected_s: float | None) -> Array:
     """Multiply the probability of each cell by the likelihood of the client's estimate given a gap
-    in that cell, and normalise."""
+    in that cell, and normalise. Without a usable estimate, ``masses`` is returned unchanged."""
     if expected_s is None or not 0 < expected_s < math.inf:
         return masses
     off = (CELL_LOG_S - math.log(expected_s)) / EXPECTED_SIGMA

@@ -1,8 +1,9 @@
 """Hints: what clients report about a turn. Input is untrusted.
 
 Hints are read in ``kv_transfer_params`` of the request's body, then in ``vllm_xargs``, which vLLM
-passes on as ``SamplingParams.extra_args``. The first usable value of each name counts. ``identity``
-finds the job, and ``kv_hints`` reads what the client wants done with its KV.
+passes on as ``SamplingParams.extra_args``. If several sources have usable values of a hint, the
+first is used. The module ``identity`` finds the job, and the module ``kv_hints`` reads the actions
+that the client requests for the job's KV.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MAX_EXPECTED_S = 7 * 86_400.0
 """Maximum expected duration, a week. No KV is kept that long."""
 
 _MAPPINGS = (dict, Mapping)
-"""Types of a source. Almost all are a ``dict``; the check for another ``Mapping`` is slow."""
+"""Types of objects in which hints are read. ``dict`` comes first, because almost all objects are a
+``dict``, and the check for another ``Mapping`` is slow."""
 
 
 class TurnHints(NamedTuple):
@@ -32,7 +34,7 @@ class TurnHints(NamedTuple):
     Attributes:
         job_id: id of the job; None if it must be inferred.
         is_last_step: True if no turn of this job follows.
-        tool_name, tool_command: the tool that runs after this turn.
+        tool_name, tool_command: name and command of the tool that runs after this turn.
         expected_s: expected duration of the tool, seconds.
         ignored: number of unusable values.
         who: the job's session, agent and parent.
@@ -57,14 +59,18 @@ def read_hints(
     session_id: object = None,
     kv_hints: object = None,
 ) -> TurnHints:
-    """Read a request's hints. Unusable values are counted. Never raises.
+    """Read a request's hints. Unusable values are counted in ``ignored``. Never raises.
 
     ``is_last_step`` is a bool, or 0 or 1 (vLLM turns the booleans of ``vllm_xargs`` into numbers).
     ``tool_name`` and ``tool_command`` are non-empty strings. ``expected_tool_s`` is a number of
-    seconds from 0 to a week. ``kv_hints`` is vLLM's field of the request.
+    seconds from 0 to a week. Unknown keys of ``kv_transfer_params`` are counted in ``ignored`` too.
+    Unknown keys of ``xargs`` are not counted, because they may be meant for other software.
 
-    An unknown key of ``kv_transfer_params`` counts as ignored. Unknown keys of ``xargs`` do not,
-    because they may be meant for other software.
+    Args:
+        kv_transfer_params: the request's field of that name; None without it.
+        xargs: ``vllm_xargs`` of the request; None without it.
+        session_id: session id that vLLM read from the request; None without one.
+        kv_hints: value of vLLM's field ``Request.kv_hints``; None without it.
     """
     found: dict[str, Any] = {}
     ignored, asks = 0, kv_hints is not None
@@ -113,5 +119,5 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "expected_tool_s": partial(real, most=MAX_EXPECTED_S),
 }
 
-# Answers contain tiered_kv: a client may legitimately send an answer's parameters back.
+# The kv_transfer_params of an answer contain tiered_kv, and a client may send them back.
 _KNOWN = PARAMS_FIELDS | FIELDS | {*_READERS, "tiered_kv"}

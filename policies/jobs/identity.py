@@ -9,8 +9,9 @@ are each read from the first row of ``SOURCES`` that has them. Two further rules
   their jobs.
 - A ``job_id`` or ``program_id`` names a job completely, and nothing is added to it.
 
-``claim`` runs in the API server and reads what vLLM drops: headers and body fields. The middleware
-carries its result to the engine, where ``identify`` reads it with everything else.
+``claim`` runs in the API server, and reads the headers and body fields that vLLM drops. The
+middleware adds the result of ``claim`` to the request, and ``identify`` reads it in the engine,
+together with the ids that vLLM keeps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ characters."""
 INFERRED_PREFIX = "(inferred) "
 """Prefix of the names of inferred jobs, which clients may not use."""
 CLIENT = "client"
-"""Field of ``kv_transfer_params`` in which the middleware carries a ``Claim``."""
+"""Field of ``kv_transfer_params`` in which the middleware passes the ids of a ``Claim`` to the
+engine."""
 
 _DIGEST_PREFIX = "(sha256) "
 _OWN, _AGENT = "/session:", "/agent:"
@@ -250,7 +252,8 @@ class _Ids:
             return None
 
     def agent(self, value: object) -> str | None:
-        """Return ``value`` as an agent's id, as ``usable`` does; empty for a main agent."""
+        """Return ``value`` as an agent's id; empty for a main agent; None, as in ``usable``, if
+        ``value`` is None or unusable."""
         return "" if value in _MAIN_AGENTS else self.usable(value)
 
     def read(self, row: _Row, values: Mapping[Any, Any]) -> None:
@@ -367,7 +370,7 @@ class Identity(NamedTuple):
         agent: id of the agent in the session; None for the main agent and if unknown.
         parent: id of the job whose agent started this job's agent; None if unknown.
         follows: id of the response that this request continues; None without one.
-        carried: True if the middleware has read this request.
+        carried: True if the middleware added ids from headers or the body to this request.
         ignored: number of unusable ids.
     """
 

@@ -3,10 +3,12 @@
 A hint names an intent and a target. The engine chooses whether to carry it out, and every hint ends
 with an outcome and its reason. No hint changes an answer.
 
-``HintReader`` reads the envelope that vLLM and SGLang share, and lists of its actions. An action
-that cannot be read is rejected, and never raises an error. ``read_request`` reads all hints of a
-request. ``stated`` runs in the API server, and reads the fields of the body that vLLM drops. The
-middleware carries its result to the engine.
+A message contains a list of actions, one for each hint. ``HintReader`` reads the message format
+that vLLM and SGLang share, in which an object (the envelope) adds a protocol version and a message
+id to the list, and reads bare lists too. An action that cannot be read is rejected, and never
+raises an error. ``read_request`` reads all hints of a request. ``stated`` runs in the API server,
+and reads the body fields that vLLM drops. The middleware adds the result of ``stated`` to the
+request.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from tiered_kv.status import Cursor
 from .identity import AGENTIC_CONTEXT, identify, opened
 
 MAX_ACTIONS = 64
-"""Maximum number of actions in a request, or in a call of the route."""
+"""Maximum number of actions in a request, or in a call of ``POST /tiered_kv/hints``."""
 MAX_TOKENS, MAX_HASHES = 1 << 18, 1 << 14
 """Maximum number of token ids, and of block hashes, in all actions of a request or call."""
 MAX_MESSAGE_CHARS = 2 << 20
 """Maximum length of a message that is JSON in a string, characters."""
 MAX_ID_BYTES = 128
-"""Maximum length of an action's name, bytes. A longer name is shortened."""
+"""Maximum length of an ``action_id`` in JSON, bytes. A longer id is shortened."""
 MAX_SECONDS = 1e9
 """Maximum duration that is read, seconds. The engine keeps nothing for that long."""
 
@@ -61,7 +63,8 @@ class Outcome(StrEnum):
     """The hint is carried out later, when the job's running turn or a copy has ended."""
     REJECTED = "rejected"
     MISSING = "missing"
-    """The caller's scope has no such job and no such pages."""
+    """The job or the pages do not exist in the caller's scope or on this engine, or the hint
+    revises the gap of a job that is not between turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,9 @@ class KvHint:
         action_id: the sender's name for the hint.
         ttl_s: time that a retention or a pin lasts, seconds; None for the default.
         priority: relative priority of a retention, -1 to 1.
-        expected_s: seconds until the running tool ends, for ``REVISE``; None if unknown.
-        progress: fraction of the running tool that is done, for ``REVISE``; None if unknown.
-        done: True if the running tool has ended, for ``REVISE``.
+        expected_s: seconds until the job's tool finishes, for ``REVISE``; None if unknown.
+        progress: completed fraction of the tool's work, for ``REVISE``; None if unknown.
+        done: True if the tool has finished, for ``REVISE``.
         note: a warning for the sender, which the result's reason repeats.
     """
 
@@ -133,7 +136,7 @@ class HintResult:
 
 _INTENTS = {
     **{intent.value: intent for intent in Intent},
-    "fetch": Intent.PREFETCH,  # vLLM's name; its source is not needed: shared tiers are known
+    "fetch": Intent.PREFETCH,  # vLLM's name. The engine finds the tier itself
     "evict": Intent.RELEASE,  # drafts of vLLM and Dynamo
     "deref": Intent.RELEASE,  # SGLang's draft
 }
@@ -147,11 +150,12 @@ _HASH = re.compile(r"(?P<number>[0-9]{1,20})|(?:0x|hex:)?(?P<digits>(?:[0-9a-fA-
 
 
 class HintReader:
-    """Reads the messages of one request, or of one call of the route. Never raises.
+    """Reads the messages of one request, or of one call of ``POST /tiered_kv/hints``. Never raises.
 
     Args:
-        engine: index of this engine for a call of the route; None for a request. Hints of the route
-            may name a job by its number, but not the job of their own request.
+        engine: index of this engine for a call of the route; None for a request. A hint that was
+            sent to the route may name a job by its number, and must name a target. A hint in a
+            request without a target concerns the job of that request.
 
     Attributes:
         found: for each action, in order, the hint if it can be carried out, otherwise the result.
@@ -173,7 +177,8 @@ class HintReader:
         return tuple(one for one in self.found if isinstance(one, HintResult))
 
     def add(self, message: object) -> None:
-        """Read an envelope, a list of actions, one action, or JSON of one of these in a string."""
+        """Read a message and add its actions to ``found``. The message is an envelope, a list of
+        actions, one action, or the JSON of one of these in a string."""
         try:
             version, actions = _opened(message)
         except ValueError as error:
@@ -186,14 +191,14 @@ class HintReader:
         for at, action in enumerate(actions):
             self._left -= 1
             if self._left < 0:
-                if self._left == -1:  # one result for all of the rest
+                if self._left == -1:  # one result for all other actions
                     self._read(ValueError(f"only the first {MAX_ACTIONS} actions are read"), at, "")
                 break
             note = self._read(action, at, note)
 
     def _read(self, action: object, at: int, note: str) -> str:
-        """Read an action, and add its hint or its result. Returns ``note``, which is for the next
-        action, unless the hint has taken it."""
+        """Read an action, and add its hint or its result to ``found``. Returns the note for the
+        next action: ``note`` if this action was rejected, otherwise an empty string."""
         name, intent = f"#{at}", None
         try:
             if isinstance(action, ValueError):
@@ -252,8 +257,9 @@ class HintReader:
         return found.number
 
     def retain(self, terms: Mapping[str, object]) -> None:
-        """Add one hint to retain the KV of the request's own job: for the longest of the given
-        times, with the given priority.
+        """Add one hint to retain the KV of the request's own job, for the longest of the given
+        times and with the given priority. Without either, add nothing. Each unusable value adds a
+        rejection.
 
         Args:
             terms: the times, and the priority under the name ``PRIORITY``, by the names of the
@@ -275,7 +281,7 @@ class HintReader:
 
 
 def job_number(text: object) -> Cursor:
-    """Parse ``ENGINE.NUMBER`` of a job, or its number in the first engine.
+    """Parse a job's number, written as ``ENGINE.NUMBER``, or as ``NUMBER`` for the first engine.
 
     Raises:
         ValueError: the text is neither of these.
@@ -312,8 +318,8 @@ def _opened(message: object) -> tuple[object, Sequence[object]]:
 
 
 def _fields(value: object, names: Iterable[str]) -> Mapping[str, Any]:
-    """Return the fields of an object, or the fields ``names`` of vLLM's struct. Raises ValueError
-    if the value is neither."""
+    """Return the fields of a JSON object, or the fields ``names`` of one of vLLM's structs. Raises
+    ValueError if the value is neither."""
     if isinstance(value, Mapping):
         return value
     found = {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -328,8 +334,8 @@ def _action_id(value: object) -> str:
 
 
 def _hint(hint: KvHint, payload: Mapping[str, Any]) -> KvHint:
-    """Return the hint with the terms of its intent from the payload. Raises ValueError if they are
-    unusable."""
+    """Return the hint with the duration and priority, or the progress of the tool, from the
+    payload. Raises ValueError if these are unusable."""
     match hint.intent:
         case Intent.RETAIN | Intent.PIN:
             ttl = _first(payload, "ttl_s", "ttl_seconds", "ttl", "duration")
@@ -372,15 +378,15 @@ def seconds(value: object) -> float:
 
 
 def _priority(value: object) -> float:
-    """Return a priority between -1 and 1. Senders have different scales, of which the order and the
-    sign are kept."""
+    """Map a priority of any scale to a number between -1 and 1, which keeps the order and the sign
+    of priorities. Raises ValueError if the value is not a number."""
     given = real(value, -MAX_SECONDS, MAX_SECONDS)
     return given / (1 + abs(given))
 
 
 def _block_hash(value: object) -> bytes:
     """Return a block hash as bytes. Accepts the hash as bytes or hexadecimal digits, or its last 8
-    bytes as an integer or a decimal number."""
+    bytes as an integer or a decimal number. Raises ValueError for anything else."""
     if isinstance(value, str) and (found := _HASH.fullmatch(value)) is not None:
         value = int(value) if found["number"] else bytes.fromhex(found["digits"])
     if type(value) is int and -(1 << 63) <= value < 1 << 64:
@@ -396,8 +402,8 @@ def _first(payload: Mapping[str, Any], *names: str) -> Any:
 
 
 def _left(left: int, values: object, what: str, most: int) -> int:
-    """Return how many values may follow the given values. Raises ValueError if ``values`` are not a
-    list, or too many."""
+    """Return how many of the ``left`` values that a message may still have remain after ``values``.
+    Raises ValueError if ``values`` is not a list, is empty or has more than ``left`` values."""
     if not isinstance(values, list) or not values:
         raise ValueError(f"the {what} must be a list that is not empty")
     if len(values) > left:
@@ -408,9 +414,10 @@ def _left(left: int, values: object, what: str, most: int) -> int:
 # -- requests -----------------------------------------------------------------------------
 
 CARRIED = "client_hints"
-"""Field of ``kv_transfer_params`` in which the middleware carries what ``stated`` returns."""
+"""Field of ``kv_transfer_params`` in which the middleware passes the result of ``stated`` to the
+engine."""
 RETENTION = "prompt_cache_retention"
-"""Field of a body in OpenAI's API that requests a longer retention."""
+"""Body field of OpenAI's API that requests a longer retention."""
 CACHE_CONTROL, PRIORITY = "cache_control", "nvext.agent_hints"
 DEFAULT_TTL = "5m"
 """Time that Anthropic's ``cache_control`` requests by default."""
@@ -429,7 +436,8 @@ check for another ``Mapping`` is slow."""
 
 
 def stated(body: Mapping[str, Any], cache_control: object = None) -> dict[str, object]:
-    """Return the fields of a body that request a retention, by their names. Never raises.
+    """Return the values of the body fields that request a retention, by the names of the fields. An
+    unusable value is replaced by an empty string. Never raises.
 
     Args:
         body: top-level fields of the body.
@@ -464,7 +472,7 @@ class RequestHints(NamedTuple):
     Attributes:
         hints: the hints that can be carried out.
         answered: results of the actions that cannot be carried out.
-        is_last_step: True if vLLM's router does not expect the job to return.
+        is_last_step: True if vLLM's router stated that it does not expect the job to return.
     """
 
     hints: tuple[KvHint, ...] = ()
@@ -510,7 +518,12 @@ def read_request(envelope: object, params: object, xargs: object) -> RequestHint
 def results_json(
     results: Iterable[HintResult], hints: Iterable[KvHint] = ()
 ) -> list[dict[str, object]]:
-    """Return results as JSON. The reason of each result begins with the note of its hint."""
+    """Return results as JSON values.
+
+    Args:
+        hints: hints whose notes are put before the reasons of their results, found by
+            ``action_id``.
+    """
     notes = {hint.action_id: hint.note for hint in hints if hint.note}
     return [
         said(replace(one, reason=f"{notes[one.action_id]} {one.reason}".strip()))

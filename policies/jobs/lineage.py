@@ -12,8 +12,9 @@ does not join jobs, because the tokens of two questions after it differ. Only th
 prompt, which a chat template adds, may differ.
 
 Only the last turn of a job can be continued. A prompt that extends an earlier turn, or a turn that
-is still running, is a fork and starts a new job. So do a prompt that was trimmed or summarised, and
-a prompt that repeats another without extending it. A prompt repeated after an abort is a retry.
+is still running, is a fork and starts a new job. A prompt that was trimmed or summarised, and a
+prompt that repeats another without extending it, start a new job too. A prompt that is repeated
+after an abort is a retry.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ share a hash."""
 MAX_TWINS = 8
 """Maximum number of answers to one prompt that are compared with the next prompt."""
 MAX_PLACES = 16
-"""Maximum number of blocks of a prompt at which turns are compared. No agent needs more."""
+"""Maximum number of blocks of a prompt at which the prompt is compared with earlier turns. No agent
+needs more."""
 
 _TOKEN_BYTES = 8
 
@@ -124,13 +126,14 @@ class Lineage:
 
     @property
     def places(self) -> int:
-        """Number of blocks at which turns are compared."""
+        """Number of blocks by which turns can be found, over all salts."""
         return sum(map(len, self._places.values()))
 
     def arrived(self, salt: str, hashes: Sequence[bytes], prompt: Sequence[int]) -> Inferred | None:
-        """Infer the job of a request without a job id. Its turn runs until ``ended``.
+        """Infer the job of a request without a job id. The request's turn counts as running until
+        ``ended`` is called.
 
-        Visits all hashes of a new job's prompt once, and only the new hashes of a next turn.
+        Visits each hash of a new job's prompt once, but only the new hashes of a next turn.
 
         Args:
             salt: the request's ``cache_salt``; jobs with another salt are never considered.
@@ -138,8 +141,8 @@ class Lineage:
             prompt: token ids.
 
         Returns:
-            The job and the turn; None if the prompt is too short to be recognised again, because it
-                fills no block without its last ``TOLERANCE`` tokens.
+            The job and the turn; None if the prompt is too short to be recognised again, because
+                the tokens before its last ``TOLERANCE`` tokens do not fill a block.
         """
         blocks = (len(prompt) - TOLERANCE) // self._block_size
         if not 1 <= blocks <= len(hashes):
@@ -179,7 +182,8 @@ class Lineage:
         prompt: Sequence[int],
         answer: Sequence[int],
     ) -> None:
-        """Register a job whose last turn ran on another engine, or belonged to another job.
+        """Register a job whose last turn ran on another engine, or belonged to another job. Does
+        nothing if the prompt is too short to be recognised (see ``arrived``).
 
         Args:
             turn: number of that last turn.
@@ -213,8 +217,8 @@ class Lineage:
         }
 
     def load(self, said: object) -> JobKey:
-        """Register a job that ``dump`` returned in another process. Call before any request
-        arrives.
+        """Register a job whose last turn ``dump`` returned in another process, and return its
+        identity. Call before any request arrives.
 
         Raises:
             ValueError: ``said`` is malformed.
@@ -280,8 +284,9 @@ class Lineage:
         self._places.setdefault(turn.job.salt, {}).setdefault(turn.block, []).append(turn)
 
     def _continued(self, salt: str, hashes: Sequence[bytes], prompt: Sequence[int]) -> _Turn | None:
-        """Return the turn that this prompt continues or retries; None if there is none. Of several
-        turns, those with the longest common prefix are considered, and the likeliest is chosen."""
+        """Return the turn that this prompt continues or retries; None if there is none. If there
+        are several, the likeliest of the turns that share the longest prefix with the prompt is
+        returned."""
         places = self._places.get(salt, {})
         known = filter(places.__contains__, reversed(hashes))
         for block in islice(known, MAX_PLACES):
@@ -299,7 +304,7 @@ class Lineage:
         its answer repeated in the prompt.
 
         If several turns remain, jobs that have waited much longer than the others are excluded,
-        because they are less likely to return at all. Of the other jobs, the one that has waited
+        because they are less likely to return at all. Of the other jobs, the job that has waited
         longest is chosen.
         """
         common = [_common_tokens(turn.rest + turn.answer, behind) for turn in twins]

@@ -14,13 +14,13 @@ from tiered_kv.policies.distribution import Forecast
 from tiered_kv.policies.pricing.pin_ttl import saved_per_second, saved_s
 
 WORTH_A_WAIT = 0.5
-"""Request seconds saved per second of a pin, below which no other job's turn waits for the pin.
-Found in simulations: at 0.75, contexts of large models are released too early; at 0.35, those of
-small models too late."""
+"""``PinValue.saved_per_second`` of a pin, below which no other job's turn waits for the pin. Found
+in simulations: at 0.75, contexts of large models are released too early; at 0.35, contexts of small
+models are released too late."""
 WORTH_MAKING_OLDER_WAIT = 1.0
-"""Request seconds saved per second of a pin, below which no older job's turn waits for the pin.
-Older jobs would not be the next to lose their KV, so a second of waiting costs them a whole
-second."""
+"""``PinValue.saved_per_second`` of a pin, below which no older job's turn waits for the pin. An
+older job is not the next to lose its KV, so it gains nothing from waiting, and each second costs it
+a whole second."""
 
 
 class PinState(Enum):
@@ -43,7 +43,8 @@ class PinValue:
     Attributes:
         state: reason why the pin is held.
         saves_s: time that the pin is expected to save, seconds; 0 unless HELD.
-        saved_per_second: request seconds saved per second that the pin is held; 0 unless HELD.
+        saved_per_second: seconds that the pin is expected to save, summed over all requests, per
+            second for which it is held; 0 unless HELD.
     """
 
     state: PinState
@@ -135,8 +136,8 @@ def pin_value(forecast: Forecast | None, costs: Costs, ttl_s: float) -> PinValue
 
 
 def within_budget(held: Iterable[bool], room: int) -> int:
-    """Return how many blocks of a context to pin if the budget does not suffice for all. They are
-    counted from the start of the context, because its tail alone would not be a hit.
+    """Return how many blocks of a context to pin, counted from the start of the context, if the pin
+    budget does not suffice for all. The tail of a context alone would not be a cache hit.
 
     Args:
         held: for each block of the context, True if another pin holds it, so that the block costs

@@ -1,6 +1,7 @@
 """Estimators of the cost of a restore and of a second in VRAM, learned from this engine's requests.
 
-R, T and η are Continuum's (arXiv 2511.02230); λ replaces the 1 in its cost.
+T and η are defined as in Continuum (arXiv 2511.02230). λ replaces the constant 1 that Continuum
+charges per second. ``tiered_kv.policies.base.Costs`` describes all of them.
 """
 
 from __future__ import annotations
@@ -9,26 +10,28 @@ import math
 from collections import deque
 
 WINDOW = 100
-"""Number of evicted turns over which T is averaged, as in Continuum."""
+"""Number of turns over which T is averaged, as in Continuum. Only turns whose KV had left VRAM
+count."""
 PREFILL_DECAY = 0.98
 """Factor by which the weight of a measured prefill decays with each later prefill."""
 SURVIVAL_STEP = 0.2
-"""Weight of the latest returning job in the moving average."""
+"""Weight of the latest returning job in the moving average of ``Survival``."""
 PEAK_HALF_LIFE_S = 10.0
 """Half-life of a demand peak in the forecast, seconds."""
 PRICE = 1.0
-"""λ during a shortage, as in Continuum: a context in VRAM keeps another context out."""
+"""λ while VRAM is short, as in Continuum, because each context in VRAM then keeps out another."""
 
 SHORTEST_S = 1e-6
-"""Minimum duration that counts as measured, seconds."""
+"""Minimum duration that counts as measured, and minimum divisor of rates, seconds."""
 
 _TOKENS = 1000.0  # unit of the fit, so that both terms have similar magnitude
 
 
 class PrefillFit:
-    """Estimator of the time to prefill tokens after a context. One term is linear in the number of
-    tokens; the other, for attention, in the difference of the squares of their end and start.
-    Fitted by weighted least squares on relative errors; both terms stay non-negative.
+    """Estimator of the time to prefill tokens after a context. The time is the sum of a term that
+    is proportional to the number of tokens, and a term for attention that is proportional to the
+    difference of the squares of the end and start positions of these tokens. The two coefficients
+    are fitted by weighted least squares on relative errors, and are never negative.
 
     Attributes:
         measured: True once a real prefill was observed.
@@ -40,18 +43,18 @@ class PrefillFit:
         self._sums = [0.0] * 5  # of xx, xz, zz, x and z, with x and z divided by seconds
 
     def suppose(self, linear: float, quadratic: float) -> None:
-        """Add an estimate of both terms, with the weight of two prefills.
+        """Add an estimate of both coefficients, with the weight of two observed prefills.
 
         Args:
-            linear: linear term, seconds per 1,000 tokens.
-            quadratic: quadratic term, seconds per (1,000 tokens)².
+            linear: coefficient of the linear term, seconds per 1,000 tokens.
+            quadratic: coefficient of the quadratic term, seconds per (1,000 tokens)².
         """
         for tokens in (1.0, 16.0):
             self._learn(tokens, tokens**2, linear * tokens + quadratic * tokens**2)
 
     def observe(self, behind: int, tokens: int, seconds: float) -> None:
-        """Add a prefill of ``tokens`` tokens after a context of ``behind`` tokens. The prefill took
-        ``seconds``."""
+        """Add a prefill of ``tokens`` tokens after a context of ``behind`` tokens, which took
+        ``seconds``. A prefill without tokens, or shorter than ``SHORTEST_S``, is ignored."""
         if tokens > 0 and seconds >= SHORTEST_S:
             self.measured = True
             self._learn(*_terms(behind, tokens), seconds)
@@ -110,8 +113,8 @@ class Survival:
         self.share = share
 
     def observe(self, found: int, wanted: int) -> None:
-        """Add a returning job that needed ``wanted`` tokens from outside VRAM and found
-        ``found``."""
+        """Add a returning job that needed the KV of ``wanted`` tokens from outside VRAM, of which
+        the KV of ``found`` tokens still existed."""
         if wanted > 0:
             share = min(1.0, max(0.0, found / wanted))
             self.share += SURVIVAL_STEP * (share - self.share)
@@ -154,8 +157,8 @@ class ShadowPrice:
     """λ, seconds charged per second in VRAM: 0 while VRAM has space for the forecast demand in
     addition to the pins, otherwise ``PRICE``.
 
-    The forecast is the highest recent demand (blocks in use, plus those that waiting requests
-    need). It decays with a half-life of ten seconds.
+    The forecast is the highest recent demand: blocks in use without pins, plus blocks that waiting
+    requests need. It decays with a half-life of ten seconds.
     """
 
     def __init__(self) -> None:
@@ -163,8 +166,8 @@ class ShadowPrice:
         self._seen_at = 0.0
 
     def observe(self, demand: int, now: float) -> None:
-        """Record the current demand: blocks in use without pins, plus those that waiting requests
-        need."""
+        """Record the demand at time ``now`` (monotonic seconds): blocks in use without pins, plus
+        blocks that waiting requests need."""
         fade = 0.5 ** (max(0.0, now - self._seen_at) / PEAK_HALF_LIFE_S)
         self._peak = max(float(demand), self._peak * fade)
         self._seen_at = now

@@ -2,8 +2,10 @@
 
     U(τ) = P(X <= τ) B - λ E[min(X, τ)]
 
-A pin is charged for the time that it is actually held. With λ = 1, U rises while the hazard rate of
-the job's return is at least 1/B. Continuum (arXiv 2511.02230) charges the whole τ instead.
+X is the gap, B the time that a pin saves if the job returns to it, and λ the price of a second in
+VRAM (``Costs.benefit_s`` and ``Costs.vram_price``). A pin is charged for the time that it is
+actually held. With λ = 1, U rises while the hazard rate of the job's return is at least 1/B.
+Continuum (arXiv 2511.02230) charges the whole τ instead.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ def saved_s(forecast: Forecast, benefit_s: float, wait_s: float) -> float:
 
 
 def saved_per_second(forecast: Forecast, costs: Costs, wait_s: float) -> float:
-    """Return the mean request seconds that a pin until τ (``wait_s``) saves per second held: the
-    restore of its own job, and the delay of other requests while the context is recomputed."""
+    """Return the mean time that a pin until τ (``wait_s``) saves, summed over all requests, in
+    seconds per second held: the restore of its own job, and the delay of other requests while the
+    context is recomputed."""
     saved = saved_s(forecast, costs.work_s, wait_s)
     return saved / max(forecast.held(wait_s), SHORTEST_S)
 
@@ -66,7 +69,8 @@ def saved_per_second(forecast: Forecast, costs: Costs, wait_s: float) -> float:
 def held_up(
     copy_s: float, recompute_s: float, *, wait_s: float, survival: float, running: int
 ) -> float:
-    """Return the number of requests that lose B without a pin, including the job's own.
+    """Return the effective number of requests that lose B without a pin: the time that all requests
+    lose together, divided by the time that the job's own request loses.
 
     Recomputing KV also delays every other request of the batch. Waiting and copying delay only the
     job's own request.

@@ -1,1 +1,1 @@
-"""Tool calls: parsed from answers, and how long they run."""
+"""Tool calls: parsers of the calls in answers, and rules for how long the tools run."""

@@ -136,13 +136,15 @@ def _between(text: str, begin: str, end: str) -> Iterator[str]:
 
 
 def _read_hermes(text: str) -> Iterator[RawCall]:
-    """Hermes, Qwen 2.5 and 3: ``<tool_call>{"name": …, "arguments": …}</tool_call>``."""
+    """Read the format of Hermes, Qwen 2.5 and 3:
+    ``<tool_call>{"name": …, "arguments": …}</tool_call>``."""
     yield from _json_after(text, "<tool_call>")
 
 
 def _read_function_tags(text: str) -> Iterator[RawCall]:
-    """SWE-agent, Qwen3-coder: ``<function=f><parameter=k>v</parameter></function>``; Llama 3.1 has
-    JSON inside."""
+    """Read the format of SWE-agent and Qwen3-coder,
+    ``<function=f><parameter=k>v</parameter></function>``, and the format of Llama 3.1, which has
+    JSON inside the function tag."""
     for block in _between(text, "<function=", "</function>"):
         name, _, body = block.partition(">")
         if not _NAME.fullmatch(name.strip()):
@@ -167,8 +169,9 @@ _ATTRIBUTE = re.compile(r"""\s*["']?([\w./:-]{1,128})""")
 
 
 def _read_invokes(text: str) -> Iterator[RawCall]:
-    """MiniMax-M2: ``<invoke name="f"><parameter name="k">v</parameter></invoke>``; DeepSeek V3.2
-    has a prefix in every tag."""
+    """Read the format of MiniMax-M2,
+    ``<invoke name="f"><parameter name="k">v</parameter></invoke>``, and the format of DeepSeek
+    V3.2, which adds a prefix to every tag."""
     for block in _between(text.replace(_DSML, ""), "<invoke name=", "</invoke>"):
         name = _ATTRIBUTE.match(block)
         if not name:
@@ -182,7 +185,7 @@ def _read_invokes(text: str) -> Iterator[RawCall]:
 
 
 def _read_glm(text: str) -> Iterator[RawCall]:
-    """GLM-4.5 and later:
+    """Read the format of GLM-4.5 and later:
     ``<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>``."""
     for block in _between(text, "<tool_call>", "</tool_call>"):
         name = block.partition("<arg_key>")[0].strip()
@@ -196,7 +199,8 @@ def _read_glm(text: str) -> Iterator[RawCall]:
 
 
 def _read_deepseek(text: str) -> Iterator[RawCall]:
-    """DeepSeek: V3 writes ``type<sep>name`` and a JSON fence, V3.1 ``name<sep>`` and the JSON."""
+    """Read the formats of DeepSeek: V3 writes ``type<sep>name`` and a JSON code block, V3.1 writes
+    ``name<sep>`` and the JSON."""
     for block in _between(text, _DEEPSEEK_BEGIN, _DEEPSEEK_END):
         head, _, rest = block.partition(_DEEPSEEK_SEPARATOR)
         before, fence, body = rest.partition("```json")
@@ -206,7 +210,8 @@ def _read_deepseek(text: str) -> Iterator[RawCall]:
 
 
 def _read_kimi(text: str) -> Iterator[RawCall]:
-    """Kimi-K2: calls are named ``functions.name:index``."""
+    """Read the format of Kimi-K2, in which ``functions.name:index`` precedes the JSON of each
+    call."""
     for block in _between(text, "<|tool_call_begin|>", "<|tool_call_end|>"):
         head, _, body = block.partition("<|tool_call_argument_begin|>")
         name = re.sub(r":\d+\Z", "", head.strip()).removeprefix("functions.")
@@ -218,8 +223,8 @@ _MISTRAL_HEAD = re.compile(r"\s*([\w./:-]{1,128})\s*(?:\[CALL_ID\]\w{0,64})?(?:\
 
 
 def _read_mistral(text: str) -> Iterator[RawCall]:
-    """Mistral: ``[TOOL_CALLS]`` and a JSON list; ``[TOOL_CALLS]name[ARGS]{…}`` since tokenizer
-    v11."""
+    """Read the formats of Mistral: ``[TOOL_CALLS]`` and a JSON list, or, since tokenizer v11,
+    ``[TOOL_CALLS]name[ARGS]{…}``."""
     for block in _between(text, "[TOOL_CALLS]", "[TOOL_CALLS]"):
         read = _json_at(block, 0)
         head = _MISTRAL_HEAD.match(block)
@@ -235,7 +240,8 @@ _HARMONY_TO = re.compile(r"\bto=([^\s<]{1,128})")
 
 
 def _read_harmony(text: str) -> Iterator[RawCall]:
-    """gpt-oss: a message to a tool is a call, in any channel."""
+    """Read the format of gpt-oss, in which every message to a tool is a call, whatever its
+    channel."""
     for message in re.split(r"<\|(?:start|end|call|return)\|>", text)[-MAX_CALLS:]:
         head, marker, body = message.partition("<|message|>")
         to = _HARMONY_TO.search(head) if marker else None
@@ -249,7 +255,8 @@ _AFTER_ALL = re.compile(r"(?:\s|<\|[^<>|]{1,40}\|>|</s>)*\Z")
 
 
 def _read_json(text: str) -> Iterator[RawCall]:
-    """Llama 3: JSON objects separated by ``;``, with or without ``<|python_tag|>`` before them."""
+    """Read the format of Llama 3: JSON objects separated by ``;``, with or without
+    ``<|python_tag|>`` before them. Without the tag, JSON that is followed by text is no call."""
     _, tag, body = text.rpartition("<|python_tag|>")
     position, found = 0, list[RawCall]()
     for _ in range(MAX_CALLS):
@@ -270,7 +277,8 @@ _PYTHON_TAG = re.compile(r"<\|python_(?:tag|start)\|>")
 
 
 def _read_pythonic(text: str) -> Iterator[RawCall]:
-    """Llama 3.2 and 4: ``[f(a=1), g(b="x")]``; ``f.call(a=1)`` for the model's own tools."""
+    """Read the format of Llama 3.2 and 4: ``[f(a=1), g(b="x")]``, or ``f.call(a=1)`` for the
+    model's own tools."""
     *before, body = _PYTHON_TAG.split(text)
     body = body.strip()
     if not before and not body.startswith("["):
@@ -286,8 +294,8 @@ _FENCE = re.compile(rf"{_FENCE_BEGIN}(.*?)(?:\n```|\Z)", re.DOTALL)
 
 
 def _read_fence(text: str) -> Iterator[RawCall]:
-    """mini-swe-agent: a single fenced block is a command. Several fenced blocks are examples in a
-    chat, not calls."""
+    """Read the format of mini-swe-agent: a single fenced code block is a shell command. Several
+    code blocks are examples in a chat, not calls."""
     found = _FENCE.findall(text)
     if len(found) == 1:
         yield RawCall("bash", {"command": found[0]})

@@ -1,6 +1,7 @@
 """Parser of calls written in Python, such as ``[f(a=1), g(b="x")]``. Nothing is evaluated.
 
-``ast`` would reject a truncated call, and prints warnings about escapes.
+The module ``ast`` is not used, because it rejects truncated calls and prints warnings about
+escapes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _ESCAPED = {"n": "\n", "t": "\t", "\n": ""}
 
 
 def _literal(text: str) -> object:
-    """Return a string without its quotes, or a number; anything else unchanged."""
+    """Return the value of a Python literal: a string literal without its quotes, a number as a
+    float, and any other text unchanged."""
     if text[:1] in ('"', "'"):
         quote = text[0]
         inner = text[1:-1] if len(text) > 1 and text.endswith(quote) else text[1:]
@@ -59,8 +61,8 @@ def _arguments(text: str, start: int) -> tuple[dict[str, object], int]:
 
 
 def read_calls(text: str, most: int) -> tuple[list[Call], int]:
-    """Parse at most ``most`` calls at the start of ``text``. Returns the calls and the position
-    after the last of them."""
+    """Parse at most ``most`` calls at the start of ``text``. Returns the calls, and the position
+    after the last call and the bracket that closes the list."""
     calls: list[Call] = []
     position = 0
     while len(calls) < most:

@@ -97,7 +97,14 @@ class _Mark(NamedTuple):
 
 class _Group(NamedTuple):
     """A group whose end has not been read yet: ``( … )``, ``{ … }``, or the body of a loop or of an
-    ``if``."""
+    ``if``.
+
+    Attributes:
+        opening: word or character that started the group.
+        times: number of runs; None if it is unknown and may be 0.
+        mark: start of the command list that contains the group.
+        least_s, most_s: time bounds of the script before the group, seconds.
+    """
 
     opening: str
     times: int | None

@@ -26,7 +26,7 @@ class Token(NamedTuple):
     Attributes:
         text: text without quotes, in which ``$()`` stands for each substitution.
         quoted: True if any part was quoted, so that the token is not a reserved word.
-        inner: scripts of the substitutions.
+        inner: scripts of the command substitutions in the token.
     """
 
     kind: Kind
@@ -99,7 +99,7 @@ class _Word:
 
     def substitute(self, text: str, start: int, opening: str) -> int:
         script, end = _substitution(text, start, opening == "`")
-        if script and not script.startswith("("):  # arithmetic
+        if script and not script.startswith("("):  # otherwise arithmetic
             self.inner.append(script)
         self.pieces.append(SUBSTITUTED)
         return end

@@ -16,7 +16,7 @@ from .shell import Script, Segment, take_apart
 from .wrappers import LONGEST_S
 
 UNKNOWN_S = 0.5
-"""Assumed duration of an unknown command when compared with known ones, seconds."""
+"""Assumed duration of an unknown command or tool, for comparison with known ones, seconds."""
 
 SHELL = "bash"
 """Name under which the tools of all shells are recorded, whatever an agent calls them."""
@@ -27,8 +27,8 @@ _MAX_MASKED_WORDS = 8
 
 
 def tool_use(calls: Sequence[ToolCall]) -> ToolUse:
-    """Summarise calls that run concurrently by the slowest of them. Returns ``NO_TOOL`` if there
-    are no calls."""
+    """Summarise calls that run concurrently by the slowest of them, with the largest time bounds of
+    all calls. Returns ``NO_TOOL`` if there are no calls."""
     if not calls:
         return NO_TOOL
     uses = [_use(call) for call in calls]
@@ -135,8 +135,8 @@ def _shell_use(command: str, arguments: Mapping[str, object]) -> ToolUse:
 
 
 def _slowest(script: Script) -> tuple[Segment, Rule | None]:
-    """Return the segment that takes longest, and a rule for the duration of the whole script,
-    because segments run one after another."""
+    """Return the segment that takes longest, and a rule for the duration of the whole script, whose
+    segments run one after another. The rule is None if the duration of that segment is unknown."""
     slowest, slowest_s, total_s = script.segments[0], -1.0, OVERHEAD_S
     for segment in script.segments:
         rule = known_command(segment.words).rule

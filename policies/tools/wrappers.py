@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LONGEST_S = 7 * 86_400.0
-"""Maximum duration, to which longer ones and ``sleep infinity`` are reduced, seconds."""
+"""Maximum duration, seconds. Longer durations, and ``infinity``, are reduced to this maximum."""
 
 SOME_TIMES = 10
 """Assumed number of runs of a command if a script does not specify it."""
@@ -83,7 +83,7 @@ class Unwrapped:
             given.
         most_s: time limit set by a wrapper, seconds.
         script: script that a shell runs; None for other commands.
-        by_xargs: True if its arguments come from the pipe.
+        by_xargs: True if ``xargs`` reads its arguments from the pipe.
         times: number of runs.
     """
 
@@ -104,8 +104,8 @@ def seconds(word: str) -> float | None:
 
 
 def program(word: str) -> str:
-    """Return the name of a program without its version and its folder. A folder other than ``bin``
-    and the like is replaced by ``./``."""
+    """Return the name of a program without its version and its folder. For a program outside a
+    folder such as ``bin``, the version is kept and the folder is replaced by ``./``."""
     folder, slash, name = word.rpartition("/")
     if slash and folder.rpartition("/")[2] not in ("bin", "sbin", ".bin", "Scripts"):
         return f"./{name}"
@@ -114,7 +114,8 @@ def program(word: str) -> str:
 
 
 def unwrap(words: Sequence[str]) -> Unwrapped:
-    """Return the command without assignments and wrappers. ``python -m module`` becomes
+    """Remove variable assignments and wrappers from a command, such as ``timeout 10``, and return
+    the inner command with the limits that the wrappers set. ``python -m module`` becomes
     ``module``."""
     most_s, by_xargs, times = math.inf, False, 1
     rest = list(words)

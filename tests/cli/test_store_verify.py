@@ -24,6 +24,20 @@ def test_a_healthy_store_verifies(disk: Disk, codec: str) -> None:
     assert "all good" in run("verify", disk.root)
 
 
+def test_pages_of_a_codec_from_another_package_verify_if_the_codec_is_named(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = "tests.codecs.shuffled:Shuffled"
+    disk.fill(40, codec)
+    found = run_json("verify", disk.root, code=1)
+    assert all(f"TIERED_KV_CODEC={codec}" in bad["reason"] for bad in found["bad_segments"])
+    assert (found["good"], found["pages"]) == (False, 0)
+
+    monkeypatch.setenv("TIERED_KV_CODEC", codec)
+    found = run_json("verify", disk.root)
+    assert (found["good"], found["pages"]) == (True, 40)
+
+
 def test_a_store_in_use_can_be_verified(disk: Disk, live: SegmentStore) -> None:
     assert run_json("verify", disk.root)["pages"] == 20
     disk.put(live, *range(20, 30))

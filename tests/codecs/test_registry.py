@@ -118,7 +118,7 @@ def test_a_codec_out_of_tree_is_named_in_its_table() -> None:
 def test_a_file_cannot_make_the_reader_import_a_module() -> None:
     table = parse(SHUFFLED)(PAGE).table
     for trusted in ("", "centred", "tests.codecs.shuffled:Another"):
-        with pytest.raises(UnknownCodecError, match=f"engine with TIERED_KV_CODEC={SHUFFLED}"):
+        with pytest.raises(UnknownCodecError, match=f"only with TIERED_KV_CODEC={SHUFFLED}"):
             from_table(OUT_OF_TREE_ID, table, PAGE, trusted)
     gone = table.replace(b"shuffled", b"vanished")
     with pytest.raises(UnknownCodecError, match="cannot be imported"):

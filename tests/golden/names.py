@@ -232,7 +232,7 @@ _OTHERS: Mapping[str, Any] = {
 
 
 def keys() -> dict[str, Any]:
-    """Return the bytes of fingerprints, of page keys, and of names in a remote store."""
+    """Return the bytes of fingerprints and page keys, and the key prefixes in a remote store."""
     base = Fingerprint(**_PARTS)
     digests = {name: Fingerprint(**{**_PARTS, name: one}) for name, one in _OTHERS.items()}
     parent = page_keys(FINGERPRINT, [bytes(32)])[0]

@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "prompt longer than tokens": (lambda m: m.update(prompt_tokens=41), "prompt_tokens: "),
     "parents": (lambda m: m.update(parents=["a", 3]), "parents: "),
     "salt": (lambda m: m.update(cache_salt=3), "cache_salt: "),
-    "half a character": (lambda m: m.update(job="\ud800"), "an incomplete character"),
+    "half a character": (lambda m: m.update(job="\ud800"), "a surrogate"),
     "long name": (lambda m: m.update(job="x" * 70000), "characters"),
     "sampling": (lambda m: m.update(sampling=[]), "sampling: "),
     "deep sampling": (

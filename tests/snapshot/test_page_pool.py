@@ -1,5 +1,5 @@
-"""Snapshots in one root folder. Common pages share a file, and each snapshot stays complete if the
-others are removed."""
+"""Snapshots in one root folder. They share the files of identical pages, and each snapshot stays
+complete if the others are removed."""
 
 from __future__ import annotations
 

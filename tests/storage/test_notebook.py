@@ -190,6 +190,16 @@ def test_deleting_a_name_does_not_delete_longer_ones(tmp_path: Path) -> None:
     again.close()
 
 
+def test_that_all_notebooks_are_in_use_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notebook, "MOST_BOOKS", 1)
+    first = open_notebook(tmp_path, 0, keep=True)
+    assert type(open_notebook(tmp_path, 0, keep=True)) is NoNotebook
+    assert f"all 1 files for them in {tmp_path} are in use" in caplog.text
+    first.close()
+
+
 def test_without_a_usable_folder_there_is_no_notebook(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     made = open_notebook(tmp_path / "file" / "folder", 0, keep=True)

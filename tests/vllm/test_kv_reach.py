@@ -90,8 +90,8 @@ def test_vllm_skips_the_same_tokens(group: Group, tokens: int) -> None:
 
 @given(st.lists(any_group(), min_size=1, max_size=3), st.integers(1, LONGEST))
 def test_a_hit_has_the_blocks_that_it_needs(groups: list[Group], tokens: int) -> None:
-    """A hit comes from outside VRAM and has any length, aligned to blocks or not. vLLM allocates
-    exactly the blocks that the reach names."""
+    """For a hit outside VRAM of any length, aligned to blocks or not, vLLM allocates exactly the
+    blocks that ``KvReach.blocks`` returns."""
     found, _ = coordinator(groups)
     empty: tuple[list[Any], ...] = tuple([] for _ in groups)
     found.allocate_new_computed_blocks("one", empty, 0, tokens)

@@ -116,10 +116,12 @@ def answer_what_if(
     Args:
         policy: name of the other policy, ``module:Class``, or ``stock``.
         recorded: the trace's own policy, if it is a ``module:Class``.
-        job_order: True for job order under the other policy; None keeps the recorded order.
+        job_order: True to order requests by job under the other policy, False to order them by
+            arrival; None keeps the recorded order.
 
     Raises:
-        typer.Exit: with 1 if a line is not a record, with 2 if the jobs cannot be simulated.
+        typer.Exit: with 1 if a line is not a record, with 2 if the jobs cannot be simulated or a
+            package is missing.
     """
     with needs_packages("trace analyze --what-if"), one_sentence(), _errors_only():
         found = asdict(

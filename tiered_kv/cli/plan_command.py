@@ -302,7 +302,10 @@ def plan_command(
         float | None,
         typer.Option(
             min=0,
-            help=f"CPU memory for KV, GiB. Defaults to the need of all --jobs, or to {CPU_GIB:g}.",
+            help=(
+                "CPU memory for KV, GiB. Defaults to what all jobs need, or to "
+                f"{CPU_GIB:g} without --jobs."
+            ),
         ),
     ] = None,
     ssd_gib: Annotated[float, typer.Option(min=0, help="SSD space for KV, GiB.")] = 0.0,

@@ -1,4 +1,4 @@
-"""``tiered-kv store``: list, count, verify, delete and export pages on SSD."""
+"""``tiered-kv store``: list, count, verify and delete stores on SSD, and export their pages."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def one_sentence() -> Iterator[None]:
 
 
 def sentence_of(error: Exception) -> str:
-    """Return a description of an error. For an error of the operating system, it includes the
-    file.
+    """Return a description of an error. The description of an operating system error includes the
+    file, if known.
     """
     if not isinstance(error, OSError):
         return str(error)
@@ -72,8 +72,8 @@ def sentence_of(error: Exception) -> str:
 
 
 def take_any_text() -> None:
-    """Make standard output and error replace characters that the terminal's encoding lacks, instead
-    of raising.
+    """Make standard output and standard error replace characters that the terminal's encoding
+    lacks, instead of raising UnicodeEncodeError.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -140,7 +140,8 @@ def print_table(columns: Mapping[str, bool], rows: Iterable[Sequence[str]]) -> N
     """Print a table.
 
     Args:
-        columns: by column name, True if the column contains numbers.
+        columns: by column name, True if the column contains numbers, which are right-aligned.
+        rows: the cells of each row, in the order of the columns.
     """
     table = Table(box=None, pad_edge=False)
     for name, is_number in columns.items():
@@ -153,7 +154,7 @@ def print_table(columns: Mapping[str, bool], rows: Iterable[Sequence[str]]) -> N
 @contextmanager
 def bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
     """Show a progress bar on standard error, if standard error is a terminal. Yields a function
-    that advances the bar by an amount; ``total`` completes it.
+    that advances the bar by an amount. The bar is complete when the amounts add up to ``total``.
     """
     progress = Progress(
         TextColumn("{task.description}"),

@@ -114,7 +114,12 @@ def analyze_command(
 
 
 class _Trace(NamedTuple):
-    """The readers of a trace: for its turns, and for its steps if it has any."""
+    """The readers of a trace.
+
+    Attributes:
+        turns: reader of the turns.
+        steps: reader of the steps; empty if the trace has no steps.
+    """
 
     turns: TraceReader
     steps: Sequence[StepReader]

@@ -21,8 +21,9 @@ from .registry import CODECS
 from .symbols import ELEMENT_BYTES
 
 TOLERANCE = 1.15
-"""Maximum restore time of the chosen codec, as a multiple of the shortest. Smaller pages are worth
-that much, because the disk holds more of them and wears less."""
+"""Maximum restore time of the chosen codec, as a multiple of the shortest restore time. A slightly
+longer restore is acceptable for smaller pages, because the disk holds more of them and wears
+less."""
 
 MEASURE_S = 0.06
 """Approximate time to measure each codec, seconds."""
@@ -86,12 +87,12 @@ def _candidates(page_format: PageFormat) -> Iterator[Codec]:
 def pick(
     measured: Sequence[Measured], disk_read_mbs: float, disk_write_mbs: float, cores: int
 ) -> Choice:
-    """Pick the codec with the shortest restore, or a codec with smaller pages that is nearly as
-    fast.
+    """Pick the codec with the smallest pages among the codecs whose restore takes at most
+    ``TOLERANCE`` times as long as the shortest restore.
 
     Pages are decoded while others are read, so restoring a page takes the longer of stored bytes /
     disk speed and decode time / cores. Saves run in the background, so their speed does not matter
-    for the choice. It is only mentioned in the reason.
+    for the choice. The save speed is only mentioned in the reason.
 
     Raises:
         ValueError: ``measured`` is empty, or the disk's speed or the cores are not positive.
@@ -121,7 +122,8 @@ def pick(
 
 
 def measure_codec(codec: Codec, page: Bytes, clock: Clock = time.thread_time) -> Measured:
-    """Time a codec on one page and one core, for about ``MEASURE_S`` after a warm-up.
+    """Time a codec on one page and one core, for about ``MEASURE_S`` after a warm-up. Returns the
+    shortest measured times.
 
     Args:
         clock: seconds; by default this thread's CPU time, so that other load on a busy machine is
@@ -170,7 +172,8 @@ def _synthetic_bytes(element: ElementType, nbytes: int, rng: np.random.Generator
 def _cast(
     values: NDArray[np.float32], element: ElementType
 ) -> NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.uint8]:
-    """Round to the nearest number of type ``element``. numpy itself supports only fp32 and fp16."""
+    """Round each value to the nearest number of type ``element`` (bf16 for opaque), and return the
+    numbers or their bit patterns. numpy itself supports only fp32 and fp16."""
     if element is ElementType.FP32:
         return values
     if element is ElementType.FP16:

@@ -109,7 +109,7 @@ class PageFormat:
 
 
 def check_size(page: Bytes, page_format: PageFormat) -> None:
-    """Check the size of a page, on which later code relies.
+    """Check that a page has the size of its format.
 
     Raises:
         ValueError: the size is not the page size of this format.
@@ -119,7 +119,8 @@ def check_size(page: Bytes, page_format: PageFormat) -> None:
 
 
 def _joined(sections: Iterable[Section]) -> tuple[Section, ...]:
-    """Return the sections without empty ones, with adjacent sections of the same type merged."""
+    """Return the sections without empty ones, with adjacent sections of the same type merged.
+    Raises ValueError if a section has a negative size."""
     full = [section for section in sections if section.nbytes]
     if any(section.nbytes < 0 for section in full):
         raise ValueError("a section cannot have a negative size")
@@ -182,8 +183,8 @@ class Codec(Protocol):
     def encode(self, page: Bytes) -> EncodedPage:
         """Encode ``page_bytes`` bytes of any content.
 
-        The result is larger than the page by at most 1/64 of it plus 4 KiB. It does not alias the
-        page, which may change after the call, unless the codec stores in place.
+        The result is larger than the page by at most 1/64 of the page size plus 4 KiB. The result
+        does not alias the page, which may change after the call, unless the codec stores in place.
         """
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
@@ -253,7 +254,7 @@ class CodecClass(Protocol):
 
 
 def refuse_table(codec_id: int, table: bytes) -> None:
-    """Check that no table is stored for a codec that has none.
+    """Check that no table is stored for a codec without a table.
 
     Raises:
         CodecError: the table is not empty.

@@ -3,8 +3,8 @@
 An element's magnitude is similar in one channel (a layer's K or V, a head, a
 dimension) for all tokens, and its mantissa is noise. So ``symbols`` splits each element into
 a symbol and a rest. Symbols, minus the centre of their channel, are compressed with zstd's
-Huffman stage, and the rest is stored uncompressed. Lossless for any content: only the size depends
-on how well the centres fit.
+Huffman stage, and the rest is stored uncompressed. The codec is lossless for any content: only the
+size depends on how well the centres fit.
 
 A page contains layers, heads, tokens and dimensions in an order that is not known here. It is
 treated as a row of *stripes*, each an array [outer, tokens, inner] of elements, in which
@@ -61,7 +61,7 @@ def symbol_count(page_format: PageFormat) -> int:
     """Return the number of elements of a page.
 
     Raises:
-        ValueError: the codec does not support the elements of this format.
+        ValueError: the element type is opaque, or a page is not a whole number of elements.
     """
     if page_format.element not in ELEMENTS:
         raise ValueError(
@@ -78,8 +78,8 @@ def symbol_count(page_format: PageFormat) -> int:
 
 
 def channel_count(page_format: PageFormat) -> int:
-    """Return the number of channels of a page; 0 if the elements do not divide evenly among its
-    tokens."""
+    """Return the number of channels of a page; 0 if the page has no tokens, or if its elements do
+    not divide evenly among its tokens. Raises ValueError as ``symbol_count`` does."""
     if page_format.tokens < 1 or symbol_count(page_format) % page_format.tokens:
         return 0
     return symbol_count(page_format) // page_format.tokens
@@ -145,7 +145,8 @@ class CentredCodec:
         decode(self.page_format.element, encoded, self._centres, out)
 
     def trained(self, pages: list[Bytes]) -> CentredCodec:
-        """Create a codec with the centres of these pages, of which the first 64 are used.
+        """Create a codec with centres fitted to these pages, of which the first 64 are used.
+        Returns this codec if there are no pages, or if the format has no channels.
 
         Takes between a tenth of a second and a few seconds, mostly without the interpreter lock.
         """
@@ -243,10 +244,12 @@ def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
 
     Medians are computed from every other page, and distances from the pages in between. More
     stripes always improve the fit to the pages from which they are chosen, but the fit to other
-    pages only if the layout really has them. The centres are not fitted yet.
+    pages only if the layout really has them. The centres of the returned layout are not fitted yet:
+    see ``fit_centres``.
 
     Args:
         symbols: symbols [pages, elements].
+        tokens: tokens of a page.
     """
     some = symbols[:LAYOUT_PAGES]
     fitted = np.ascontiguousarray(some[::2])
@@ -273,8 +276,8 @@ def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
 
 
 def fit_centres(layout: Layout, symbols: NDArray[np.uint8], page_format: PageFormat) -> None:
-    """Fill in ``layout.centres``. Centres are first set to medians, and then to the values for
-    which symbols cost the fewest bytes.
+    """Set ``layout.centres``: first to the median symbol of each channel, and then to values for
+    which the symbols take fewer bits.
 
     All channels share one code, so the best centre of a channel depends on the other centres. In a
     few iterations, the cost of each centred symbol is computed over all channels, and each centre

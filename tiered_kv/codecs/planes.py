@@ -11,9 +11,9 @@ modulo 256, in the same pass:
     fp8    symbol = the byte rotated; no rest
 
 Bytes are rotated left by one, so that the sign, which says nothing about the magnitude, becomes the
-lowest bit. It stays in the symbol where there is space for it, because the signs of a channel are
-not evenly distributed. (For fp16 the choice was measured: with three mantissa bits in place of two
-and the sign, pages are 0.3% larger.)
+lowest bit. The sign stays in the symbol where there is space for it, because the signs of a channel
+are not evenly distributed. (For fp16 the choice was measured: with three mantissa bits in place of
+two and the sign, pages are 0.3% larger.)
 
 All kernels run at memory speed and without the interpreter lock. They check nothing: the caller is
 responsible for sizes. Importing this module imports numba (a third of a second, plus some seconds

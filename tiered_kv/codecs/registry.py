@@ -68,13 +68,13 @@ CODECS: Mapping[str, CodecKind] = MappingProxyType(
 
 
 def parse(name: str) -> CodecMaker:
-    """Find the codec with that name.
+    """Return the function that creates the codec with that name for a page format.
 
     Args:
         name: a name in ``CODECS``, with ``:LEVEL`` if it has levels, or ``module:Class``.
 
     Raises:
-        ConfigError: there is no such codec; the message names valid ones.
+        ConfigError: there is no such codec or level, or the class cannot be imported or used.
     """
     head, colon, rest = name.partition(":")
     kind = CODECS.get(head)
@@ -137,9 +137,7 @@ def from_table(codec_id: int, table: bytes, page_format: PageFormat, trusted: st
 def _stored_out_of_tree(table: bytes, page_format: PageFormat, trusted: str) -> Codec:
     name, own_table = split_table(table)
     if name != trusted:
-        raise UnknownCodecError(
-            f"the pages can be read only by an engine with TIERED_KV_CODEC={name}"
-        )
+        raise UnknownCodecError(f"the pages can be read only with TIERED_KV_CODEC={name}")
     try:
         cls = _load(name)
     except ConfigError as error:

@@ -1,6 +1,7 @@
 """The table of the sections codec. It lists a page's sections, which a segment's header does not.
 
-With it, a reader that knows only the page size can decode pages. The layout (little-endian):
+With the table, a reader that knows only the page size can decode pages. Layout of the table
+(little-endian):
 
     offset  bytes  field
     0       4      magic b"TKVS"
@@ -61,7 +62,7 @@ class SectionTable:
     parts: Sequence[StoredPart]
 
     def pack(self) -> bytes:
-        """Serialize the table."""
+        """Return the table as bytes, in the format of the module docstring."""
         of, parts = self.page_format, self.parts
         part_of = {number: i for i, part in enumerate(parts) for number in part.sections}
         head = (MAGIC, VERSION, 0, len(parts), of.tokens, of.page_bytes, len(of.sections))

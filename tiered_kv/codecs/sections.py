@@ -63,6 +63,9 @@ class SectionsCodec:
 
         Args:
             page_format: format of the pages, or its outline.
+
+        Raises:
+            CodecError: the table is damaged, or belongs to pages of another format.
         """
         told = SectionTable.read(table)
         if page_format not in (told.page_format, told.page_format.outline):
@@ -103,7 +106,7 @@ class SectionsCodec:
             if isinstance(codec, CentredCodec):
                 stored = codec.encode(part, planes[at:])
             else:
-                stored = codec.encode(part)  # without a plane
+                stored = codec.encode(part)  # zstd stores no plane
             sizes += SIZES.pack(stored.plane.nbytes, stored.frame.nbytes)
             frames.append(stored.frame)
             at += stored.plane.nbytes
@@ -166,7 +169,8 @@ class SectionsCodec:
 
 
 def divide(page_format: PageFormat) -> Iterator[tuple[int, ...]]:
-    """Divide the sections of a page into parts of one type each."""
+    """Divide the sections of a page into parts of one type each. Yields the indices of the sections
+    of each part, which has at least ``PART_BYTES`` unless it is the last part of its type."""
     open_parts: dict[ElementType, list[int]] = {}
     sizes: dict[ElementType, int] = {}
     for number, section in enumerate(page_format.sections):

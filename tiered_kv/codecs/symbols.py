@@ -1,16 +1,18 @@
-"""Pages of one element type as stored: symbols in a zstd frame, and the rest.
+"""Stored form of pages with one element type: symbols in a zstd frame, and the rest.
 
 ``planes`` defines symbol and rest for each type. The rest is noise and stored uncompressed, except
-for fp32: numbers converted from a shorter type end in zeros, and some states contain many of them.
-So each of the three planes of its rest is compressed too, if a sample shows that it is worthwhile.
-Each plane has its own frame, since the planes have little in common (little-endian):
+for fp32: numbers converted from a shorter type end in zeros, and some states contain many such
+numbers. So each of the three planes of an fp32 rest is compressed too, if a sample shows that this
+is worthwhile. Each plane has its own frame, since the planes have little in common. The frame of an
+fp32 page (little-endian):
 
     offset  bytes  field
     0       1      compressed planes: bit 0 the highest, bit 2 the lowest
     1       4*n    bytes of each frame: of the symbols, and of the n - 1 compressed planes
     1+4*n          zstd frames, concatenated
 
-The functions do not check sizes: pages must be whole numbers of elements, with one centre each.
+The functions do not check the sizes of pages, which must be whole numbers of elements, or of
+centres, of which each element needs one.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ planes adds a third to the time to decode a page, so it must save many bytes."""
 
 
 def encode(element: ElementType, page: Bytes, centres: Bytes, plane: Bytes) -> EncodedPage:
-    """Split a page, and compress its symbols minus their centres.
+    """Encode a page: split it into symbols and the rest, and compress the symbols minus their
+    centres.
 
     Args:
         plane: memory whose start is used for the plane; at least ``REST_BYTES`` for each element.
@@ -78,7 +81,7 @@ def decode(element: ElementType, encoded: EncodedPage, centres: Bytes, out: Byte
     """Decode the page into ``out``.
 
     Raises:
-        CodecError: the bytes are not a page of that type and that many elements.
+        CodecError: the bytes are not a page of type ``element`` with one element per centre.
     """
     if element is ElementType.FP32:
         _decode_fp32(encoded, centres, out)
@@ -151,7 +154,8 @@ def _decode_fp32(encoded: EncodedPage, centres: Bytes, out: Bytes) -> None:
 
 
 def _frames(frame: Bytes) -> tuple[int, list[Bytes]]:
-    """Parse a frame of fp32. Returns the compressed planes, and the frames of symbols and planes.
+    """Parse the frame of an fp32 page. Returns a bit mask of the compressed planes, and the zstd
+    frames of the symbols and of these planes.
 
     Raises:
         CodecError: the sizes do not match the frame.
@@ -201,7 +205,8 @@ _scratch = Scratch()
 
 @cache
 def kernels() -> ModuleType:
-    """Import the kernels on first use: see ``planes``."""
+    """Return the module ``planes``. It is imported on first use, because importing it takes
+    time."""
     from . import planes
 
     return planes

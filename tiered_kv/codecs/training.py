@@ -19,7 +19,8 @@ class CodecTraining:
 
     Attributes:
         codec: codec of new pages.
-        wanted: True until the codec is trained, if it wants training.
+        wanted: True until training has been tried or a trained codec was adopted; False from the
+            start if the codec does not want training.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -43,7 +44,9 @@ class CodecTraining:
         return True
 
     def see(self, pages: Sequence[Bytes]) -> bool:
-        """Train on the given and earlier pages, or keep copies until there are enough pages.
+        """Train the codec on the given and earlier pages if there are at least ``MIN_SAMPLE``,
+        otherwise keep copies of the given pages. Call only while ``wanted`` is True. If training
+        fails, the failure is logged and the untrained codec is kept.
 
         Returns:
             True if pages encoded from now on need another table.

@@ -46,6 +46,7 @@ class LiteralEncoder:
 
     Raises:
         ImportError: ``zstandard`` was built or installed without cffi.
+        RuntimeError: zstd rejected a parameter.
     """
 
     def __init__(self) -> None:

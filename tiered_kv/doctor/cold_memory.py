@@ -105,7 +105,8 @@ def check_cold_pages(seen: Mapping[str, float]) -> Finding:
 
 
 def _turned_off(config: TierConfig) -> str | None:
-    """Return the setting that disables compression; None if compression is enabled."""
+    """Return the setting that disables compression, with its effect in words; None if compression
+    is enabled."""
     settings = {
         "TIERED_KV_CPU_GIB=0: there is nothing to compress": config.cpu_gib == 0,
         "TIERED_KV_CODEC=raw: pages in CPU memory stay uncompressed": config.codec == "raw",
@@ -169,8 +170,8 @@ def check_cpu_memory(config: TierConfig, gpus: int, total: int, available: int) 
     """Compare the CPU memory for KV with the memory of the machine and its control group.
 
     Args:
-        total, available: total and available memory, bytes; equal if a running server already uses
-            its share.
+        total, available: total and available memory, bytes. If a server is already running, pass
+            the total for both, because the server's own memory counts as available.
     """
     ranks = max(1, gpus)
     room = f"{total / GIB:.1f} GiB"

@@ -94,7 +94,7 @@ def examine(
     beside: bool = False,
 ) -> Generator[Finding, None, None]:
     """Check this machine in a separate process. Yields each finding as soon as its check has
-    finished.
+    finished. If a check hangs or the process fails, the last finding reports this as a failure.
 
     Args:
         env: environment that a server would have; None for this process's environment.

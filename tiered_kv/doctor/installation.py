@@ -86,7 +86,7 @@ ANSWER_S = 2.0
 
 def check_remote(address: RemoteAddress | None) -> Iterator[Finding]:
     """Check access to the remote store, and measure the link. Values written for the measurement
-    are deleted.
+    are deleted. Yields nothing if ``address`` is None.
     """
     if address is None:
         return

@@ -175,7 +175,8 @@ def unreadable_lines(page: str) -> list[str]:
 
 
 def _samples(page: str) -> list[Sample]:
-    """Return the samples of a page that have a finite value."""
+    """Return the samples of a page that have a finite value. Lines that cannot be parsed are left
+    out. Raises UnreachableError if no line can be parsed as a metric."""
     found = _parsed(page)
     if found is None:
         by_line = map(_parsed, page.split("\n"))
@@ -194,7 +195,7 @@ def _parsed(page: str) -> list[Sample] | None:
 
 
 REQUESTS = "vllm:request_success_total"
-"""Number of requests that vLLM has answered."""
+"""Metric with the number of requests that vLLM has answered."""
 CACHE_CONFIG = "vllm:cache_config_info"
 """Metric whose labels are vLLM's cache settings."""
 DRAFTS = "vllm:spec_decode_num_drafts_total"
@@ -228,7 +229,7 @@ FAILURES: Mapping[str, str] = {
 
 
 def check_server(url: str) -> Iterator[Finding]:
-    """Check the server at this address. Yields the findings."""
+    """Check that the server at this address is up, and check its metrics. Yields the findings."""
     try:
         base = base_of(url)
         fetch(f"{base}/health")
@@ -291,8 +292,9 @@ def check_ids(found: Mapping[str, float], *, has_routes: bool) -> Finding:
 
 
 def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
-    """Check a server with speculative decoding for a defect of vLLM itself, which occurs with or
-    without the connector: prefix caching of states corrupts the output.
+    """Check whether a server with speculative decoding is affected by a defect of vLLM itself. With
+    prefix caching of states (Mamba, linear attention), the output can be wrong, with or without the
+    connector. Yields a warning if the server is affected.
 
     Args:
         caches: vLLM's cache settings, for each engine.
@@ -309,7 +311,7 @@ def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
 
 
 def check_block_size(caches: Iterable[Mapping[str, str]], max_len: int) -> Iterator[Finding]:
-    """Check whether longer blocks would suit the server's contexts better.
+    """Check whether longer blocks would suit the server's contexts better. Yields a warning if so.
 
     Args:
         caches: vLLM's cache settings, for each engine.

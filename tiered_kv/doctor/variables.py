@@ -55,7 +55,8 @@ def check_variables(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
-    """Check whether a restarted server finds the pages that outlive it.
+    """Check whether a restarted server finds the pages of its predecessor. Never fails: if pages
+    outlive the server, advises when to set PYTHONHASHSEED.
 
     vLLM seeds its block hashes randomly only with xxhash and without PYTHONHASHSEED
     (``vllm.v1.core.kv_cache_utils.resolve_none_hash_seed``). A server's flags are unknown here.

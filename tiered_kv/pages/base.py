@@ -155,7 +155,7 @@ class EvictionOrder(ABC):
         return ()
 
     def on_gap_ended(self, job: Hashable) -> None:
-        """Record that the job's next turn arrived, which needs the pages now."""
+        """Record that the job's next turn has arrived, and needs the pages of its context now."""
 
     def on_job_ended(self, job: Hashable, own: Sequence[PageKey] = ()) -> None:
         """Record that the job has finished, or is no longer expected to return.
@@ -198,8 +198,8 @@ class EvictionOrder(ABC):
         return None
 
     def superseded(self, key: PageKey) -> bool:
-        """Return True for a superseded page in CPU memory. It is evicted without a copy in a lower
-        tier."""
+        """Return True for a page in CPU memory that only superseded contexts have (see
+        ``on_extended``). Such a page is evicted without a copy in a lower tier."""
         return False
 
     def return_chance(self, key: PageKey, within_s: float) -> float:

@@ -155,12 +155,13 @@ class ColdPages:
         return [] if bundle.keys or bundle.readers else self.drop(bundle)
 
     def droppable(self, key: PageKey) -> Bundle | None:
-        """Return the bundle of a page if the bundle may be dropped now, otherwise None."""
+        """Return the bundle of a page if the bundle may be dropped now: it is compressed, and no
+        copy reads it. Otherwise return None. Raises KeyError for a page in no bundle."""
         bundle = self._of[key]
         return bundle if bundle.state is COMPRESSED and not bundle.readers else None
 
     def drop(self, bundle: Bundle) -> list[int]:
-        """Forget a bundle. Returns the slots of the bundle."""
+        """Forget a bundle and its pages. Returns the slots of the bundle, which become free."""
         self.compressed -= (bundle.state is COMPRESSED) * len(bundle.keys)
         for key in bundle.keys:
             del self._of[key]
@@ -171,7 +172,7 @@ class ColdPages:
 
     def forget(self, key: PageKey) -> list[int]:
         """Forget a page. Returns the slots that have become free: a bundle is dropped with its last
-        page, once no copy reads or writes the bundle."""
+        page, once no copy reads or writes the bundle. Raises KeyError for a page in no bundle."""
         bundle = self._of.pop(key)
         del bundle.keys[key]
         self.compressed -= bundle.state is COMPRESSED

@@ -56,7 +56,7 @@ class Turnover:
         """
         now = self._clock()
         if now - self._measured_at >= STAY_EVERY_S:
-            rate = (taken - self._before) / (now - self._measured_at)  # 0 at first
+            rate = (taken - self._before) / (now - self._measured_at)  # 0 in the first call
             self._per_s += 0.5 * (rate - self._per_s)
             self._before, self._measured_at = taken, now
         return self._per_s
@@ -79,17 +79,20 @@ class PromotedPages:
         self._unused: dict[PageKey, int] = {}  # bytes by page
 
     def came_up(self, keys: Iterable[PageKey], page_bytes: int) -> None:
-        """Record that pages of that size were promoted and are readable."""
+        """Record that pages were promoted and are readable. Each has ``page_bytes`` bytes on one
+        rank."""
         self._unused.update(dict.fromkeys(keys, page_bytes))
 
     def read(self, keys: Collection[PageKey]) -> None:
-        """Record that pages are being restored to VRAM."""
+        """Record that pages are being restored to VRAM. The promoted pages among them count as
+        used."""
         pages, nbytes = self._leave(keys)
         self.used += pages
         self.used_bytes += nbytes
 
     def gone(self, keys: Collection[PageKey]) -> None:
-        """Record that pages are no longer in CPU memory."""
+        """Record that pages are no longer in CPU memory. The promoted pages among them that were
+        never restored count as wasted."""
         pages, nbytes = self._leave(keys)
         self.wasted += pages
         self.wasted_bytes += nbytes
@@ -179,9 +182,9 @@ class PageIndex:
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def adopt(self, pages: Mapping[PageKey, int], bundles: Iterable[AdoptedBundle] = ()) -> None:
-        """Adopt the pages of a previous engine, oldest first, with their slots, and its bundles.
-        Must be called after ``limit``, and before any page is added. No page and no slot may occur
-        twice."""
+        """Adopt the pages of a previous engine, oldest first, with their slots, and the bundles of
+        that engine. Pages and bundles in slots beyond ``num_slots`` are ignored. Must be called
+        after ``limit``, and before any page is added. No page and no slot may occur twice."""
         kept = {key: slot for key, slot in pages.items() if slot < self.num_slots}
         for bundle in bundles:
             if max(bundle.slots) < self.num_slots:
@@ -246,8 +249,8 @@ class PageIndex:
     # -- saving -----------------------------------------------------------------
 
     def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
-        """MISSING → BEING_WRITTEN: allocate slots for pages about to be written, evicting other
-        pages if necessary.
+        """Allocate slots for pages that are about to be written (MISSING → BEING_WRITTEN), evicting
+        other pages if necessary.
 
         Args:
             keys: distinct missing pages.
@@ -265,11 +268,14 @@ class PageIndex:
         return slots
 
     def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> Sequence[PageKey]:
-        """BEING_WRITTEN → RESIDENT: the pages are complete on every rank.
+        """Make pages readable (BEING_WRITTEN → RESIDENT), because they are complete on every rank.
 
         Returns:
             The pages that became readable. Pages that were forgotten in the meantime stay missing,
             and their slots become free.
+
+        Raises:
+            ValueError: a page was not reserved in this slot.
         """
         being_written = self._being_written
         reserved = list(map(being_written.pop, keys, repeat(None)))
@@ -289,7 +295,11 @@ class PageIndex:
         return keys
 
     def abort(self, key: PageKey, slot: int) -> None:
-        """BEING_WRITTEN → MISSING: the copy failed on some rank."""
+        """Free the slot of a page whose copy failed on some rank (BEING_WRITTEN → MISSING).
+
+        Raises:
+            ValueError: the page was not reserved in this slot.
+        """
         if self._being_written.get(key) != slot:
             self._bury(key, slot)
             return
@@ -321,6 +331,9 @@ class PageIndex:
         Args:
             place: place that ``acquire`` returned.
             used: False if the page was only copied to SSD, which is no evidence of its value.
+
+        Raises:
+            ValueError: no read of a page at this place has been started.
         """
         if place < 0:
             self._free += self.cold.release(place)
@@ -398,8 +411,8 @@ class PageIndex:
     # -- forgetting -------------------------------------------------------------
 
     def forget(self, key: PageKey) -> None:
-        """Any state → MISSING. If a copy still reads or writes the page's slot, the slot becomes
-        free after that copy."""
+        """Make a page missing, whatever its state. If a copy still reads or writes the page's slot,
+        the slot becomes free after that copy. A missing page is ignored."""
         if key in self._being_written:
             self._forgotten.add((key, self._being_written.pop(key)))
             if self.on_changed is not None:
@@ -444,15 +457,20 @@ class PageIndex:
         return stretches
 
     def pack(self, keys: Sequence[PageKey]) -> list[int]:
-        """RESIDENT → BEING_COMPRESSED, for pages that no copy reads. Returns the pages' slots,
-        which stay allocated until ``packed``."""
+        """Start to compress resident pages that no copy reads (RESIDENT → BEING_COMPRESSED).
+        Returns the pages' slots, which stay allocated until ``packed`` is called. Raises KeyError
+        if a page is not resident."""
         slots = [self._resident.pop(key) for key in keys]
         self.cold.begin(keys, slots)
         return slots
 
     def packed(self, first_slot: int, kept: int) -> None:
-        """BEING_COMPRESSED → COMPRESSED in the first ``kept`` slots of the bundle, or → MISSING if
-        ``kept`` is 0."""
+        """Record that the pages of a bundle were compressed into its first ``kept`` slots
+        (BEING_COMPRESSED → COMPRESSED), or were lost, if ``kept`` is 0 (→ MISSING).
+
+        Raises:
+            ValueError: no bundle with this first slot is being compressed.
+        """
         lost, free = self.cold.finish(first_slot, kept)
         self._free += free
         self._gone(lost)
@@ -544,21 +562,24 @@ class PageIndex:
         yield order
 
     def _gone(self, keys: Sequence[PageKey]) -> None:
-        """Record that pages are no longer readable."""
+        """Update the counts and the eviction order after pages became unreadable, and call
+        ``on_changed``."""
         self.promoted.gone(keys)
         self._eviction.removed_all(keys)
         if self.on_changed is not None:
             self.on_changed(keys)
 
     def _bury(self, key: PageKey, slot: int) -> None:
-        """Finish the write of a page that was forgotten in the meantime, and free its slot."""
+        """Finish the write of a page that was forgotten in the meantime, and free its slot. Raises
+        ValueError if the page was never reserved in this slot."""
         if (key, slot) not in self._forgotten:
             raise ValueError("a page was completed without being reserved")
         self._forgotten.remove((key, slot))
         self._free.append(slot)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if any slot does not have exactly one owner."""
+        """Raise AssertionError if a slot does not have exactly one owner, or if the states of
+        pages, the eviction order or the numbers of readers are inconsistent."""
         read = set(self._readers.nonzero()[0].tolist()).difference(self._resident.values())
         orphans = [*read, *(slot for _, slot in self._forgotten)]
         used = [*self._being_written.values(), *self._resident.values(), *orphans, *self.cold.slots]

@@ -1,4 +1,4 @@
-"""Pages that a long operation holds in CPU memory, so that they are not evicted meanwhile."""
+"""Pages that a long operation holds in CPU memory, so that they are not evicted before it ends."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The order book: creates orders for decisions, and makes pages visible when orders are reported.
 
-It owns every order in flight, of any type. An order has two phases. When it is planned, its slots
-are reserved or acquired in the index. When all ranks have reported it, it is settled. Only then do
-pages become visible, slots reusable and source blocks free.
+The book owns every order in flight, of any type. An order has two phases. When it is planned, its
+slots are reserved or acquired in the index. When all ranks have reported it, it is settled. Only
+then do pages become visible, slots reusable and source blocks free.
 
 Single-threaded, no locks, and no method blocks.
 """
@@ -41,8 +41,8 @@ from .held_pages import HeldPages
 from .tier_index import TierIndex, TierPages
 
 MIN_SAMPLE = 1 << 22
-"""Minimum size of a promotion that updates the bandwidth estimate, bytes; less for small pages, of
-which eight are enough."""
+"""Minimum size of a promotion that updates the bandwidth estimate, bytes. If eight pages are
+smaller than this, eight pages are enough."""
 SETTLED_AT_ONCE = 2048
 """Approximate number of pages of reported orders that are settled per step. Further orders are
 settled in the next step."""
@@ -189,7 +189,8 @@ class OrderBook:
         return [up[one].order for one in early if one in up]
 
     def store_of(self, order_id: OrderId) -> StoreId:
-        """Return the store for which an order in flight was planned."""
+        """Return the store for which an order was planned. Raises KeyError if the order is not in
+        flight; the order must be a demotion, a promotion or a lookup."""
         order: StoreOrder = self._flights[order_id].order
         return order.store
 
@@ -228,13 +229,15 @@ class OrderBook:
     def plan_save(
         self, pages: Mapping[PageKey, int], group: int = CONTEXT, before: SaveOrder | None = None
     ) -> SaveOrder | None:
-        """Order a VRAM → CPU copy of the missing pages among ``pages``, from the blocks given.
+        """Order a VRAM → CPU copy of the missing pages among ``pages``.
 
-        Returns None if nothing needs saving or no slot is available. Pages left without a slot are
+        Returns None if no page is missing or no slot is available. Pages left without a slot are
         not saved, and are counted in ``unsaved``.
 
         Args:
-            before: unsent order of the group that the new order replaces and includes.
+            pages: pages to save, each with the VRAM block that contains it.
+            before: unsent order of the group that the new order replaces and includes. If the
+                method returns None, this order remains valid.
         """
         fresh = self.index.missing(pages)
         if not fresh:
@@ -266,6 +269,7 @@ class OrderBook:
 
         Raises:
             KeyError: a page is not readable. In this case nothing changes.
+            ValueError: the numbers of pages and blocks differ.
         """
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
@@ -277,7 +281,8 @@ class OrderBook:
         return order
 
     def plan_pack(self, keys: Sequence[PageKey], group: int) -> PackOrder:
-        """Order readable pages that no copy reads to be compressed together, in place."""
+        """Order resident pages that no copy reads to be compressed together, in place. Raises
+        KeyError if a page is not resident."""
         slots = tuple(self.index.pack(keys))
         order = PackOrder(next(self._ids), group, slots, tuple(keys))
         self._begin(order, order.keys)
@@ -286,7 +291,8 @@ class OrderBook:
     def plan_demote(
         self, store: StoreId, keys: Sequence[PageKey], due: float, most: int | None = None
     ) -> DemoteOrder | None:
-        """Order a CPU → tier copy of the pages that are readable and not yet in the tier.
+        """Order a CPU → tier copy of the pages that are readable, not yet in the tier, and not
+        being demoted to it already.
 
         The pages stay readable meanwhile, and are not evicted. Returns None if there are no such
         pages.

@@ -25,7 +25,8 @@ class Tail:
     """A partial tail block.
 
     Attributes:
-        noted: True if a previous engine noted the tail, so that its key may belong to other tokens.
+        noted: True if the tail was read from the notebook of a previous engine, so that its key
+            must be checked: the key may belong to other tokens.
     """
 
     key: PageKey
@@ -34,7 +35,7 @@ class Tail:
 
     def is_of(self, parent: bytes, extra: object) -> bool:
         """Return True if the tail's key belongs to its tokens after page ``parent``, with vLLM's
-        extra keys ``extra``."""
+        extra keys ``extra``. Only keys from a notebook are checked."""
         return not self.noted or self.key == tail_key(parent, self.tokens, extra)
 
 
@@ -117,15 +118,15 @@ class TailIndex:
         return best
 
     def clear(self) -> None:
-        """Forget every tail."""
+        """Forget every tail, and remove the tails from the notebook."""
         self._notebook.strike_all(PREFIX)
         self._by_parent.clear()
         self._parents.clear()
         self._count = 0
 
     def prune(self, known: Callable[[PageKey], bool]) -> None:
-        """Forget every tail whose page is not ``known``. O(tails): call it when tails outnumber
-        pages."""
+        """Forget every tail for whose key ``known`` returns False. The notebook is not changed.
+        Takes O(tails), so call it when there are more tails than pages."""
         kept = {
             where: alive
             for where, tails in self._by_parent.items()
@@ -143,7 +144,8 @@ def _digest(extra: object) -> bytes:
 
 
 def _noted(name: str, fact: Fact) -> tuple[bytes, bytes, Tail] | None:
-    """Parse a noted tail. Returns None if the fact is not a tail."""
+    """Parse a fact from a notebook. Returns the parent, the digest of the extra keys and the tail;
+    None if the fact does not describe a tail."""
     match fact:
         case {"parent": str(parent), "extra": str(extra), "tokens": list(tokens)} if all(
             type(token) is int and 0 <= token < 1 << 63 for token in tokens

@@ -52,11 +52,13 @@ class SnapshotOrders:
         return len(self._flights)
 
     def write(self, folder: str, pages: Sequence[ContextPage], held: HeldPages) -> SnapshotFlight:
-        """Order held pages to be written; see ``OrderBook.plan_export``."""
+        """Order held pages to be written into the snapshot in ``folder``, and add the order to
+        ``unsent``. See ``OrderBook.plan_export``."""
         return self._begin(self._book.plan_export(folder, pages, held))
 
     def read(self, path: str, pages: Sequence[ContextPage]) -> SnapshotFlight | None:
-        """Order pages to be read; see ``OrderBook.plan_import``."""
+        """Order missing pages to be read from the snapshot at ``path``, and add the order to
+        ``unsent``. Returns None if there are not enough slots. See ``OrderBook.plan_import``."""
         order = self._book.plan_import(path, pages)
         return self._begin(order) if order is not None else None
 

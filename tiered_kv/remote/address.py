@@ -1,8 +1,9 @@
 """Address of a remote store, in the operator's format: ``valkey://[user:password@]host:port,…`` or
 ``file:///folder?gib=32``.
 
-The module also has the rendezvous hashing that maps a run to the same server on every machine with
-the same list of servers. When a server is added or removed, only its own runs move.
+The module also has the rendezvous hashing that maps a run (consecutive pages of a context) to the
+same server on every machine with the same list of servers. When a server is added or removed, only
+the runs of that server move.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """Servers and their credentials, or a folder. The text of the object does not include the
-    password.
+    """Servers and their credentials, or a folder. The results of ``str`` and ``repr`` do not
+    include the password.
 
     Attributes:
         servers: the servers, or nodes of a cluster; empty for a folder.
@@ -97,8 +98,8 @@ def parse_address(text: str) -> RemoteAddress:
     ``file:///folder[?gib=size]``.
 
     Raises:
-        ConfigError: the text is not such an address. The message does not quote it, because it
-            may contain a password.
+        ConfigError: the address is invalid. The message does not quote the address, because it may
+            contain a password.
     """
     scheme, separator, rest = text.partition("://")
     if not separator or scheme not in SCHEMES:
@@ -156,8 +157,8 @@ def _server(text: str) -> Server:
 
 RUN_PAGES = 128
 """Number of pages of a run. If pages were placed one by one, a server that is down would truncate
-every context near its first page. With runs, it truncates near the start only contexts whose first
-run it has, and other contexts later."""
+every context near its first page. With runs, such a server truncates only those contexts near the
+start whose first run is on the server, and truncates other contexts later."""
 
 
 def server_of(run: bytes, servers: Sequence[bytes]) -> int:

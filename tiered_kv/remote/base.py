@@ -79,7 +79,8 @@ class RemoteStore(Protocol):
         """Look up values. Returns HIT, MISS, LATE or DOWN for each key."""
 
     def get(self, keys: Sequence[RemoteKey], buffer: memoryview, deadline: float) -> Iterator[Got]:
-        """Read values one after another, in any order, into the same buffer.
+        """Read values one after another, in any order, into the same buffer. Yields HIT, MISS, BAD,
+        LATE or DOWN for each key.
 
         A value is in the buffer until the next value is requested. Nothing is written to the buffer
         once the iterator is closed.

@@ -1,5 +1,6 @@
-"""Circuit breaker: a failing server is not called for a while, which grows with each failure. The
-module also limits for how long refused writes are retried, and how often failures are logged."""
+"""Circuit breaker: a failing server is not called during a pause, which grows with each failure.
+The module also limits for how long refused writes are retried, and how often failures are logged.
+"""
 
 from __future__ import annotations
 

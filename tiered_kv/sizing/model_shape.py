@@ -1,7 +1,7 @@
 """The properties of a model that determine memory and time, as vLLM and transformers report them.
 
-Both run in a separate process (``tiered_kv.connectors.vllm.model_probe``), and need neither weights
-nor a GPU. This module computes no property of a model itself.
+vLLM and transformers run in a separate process (``tiered_kv.connectors.vllm.model_probe``), and
+need neither weights nor a GPU. This module computes no property of a model itself.
 """
 
 from __future__ import annotations

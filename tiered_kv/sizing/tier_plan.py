@@ -50,7 +50,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """A tier.
+    """Capacity and restore time of one tier.
 
     Attributes:
         name: name of the tier.
@@ -173,8 +173,8 @@ def _pool_bytes(shape: ModelShape, setup: Setup) -> float:
 
 
 def _work(shape: ModelShape, context: int) -> ModelWork:
-    """Return the work of the model. Layers with windows are approximated by one span, the
-    longest.
+    """Return the work of the model. All layers with windows are assumed to have the longest
+    window.
     """
 
     def near(one: KvLayers) -> int:

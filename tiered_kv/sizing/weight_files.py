@@ -22,7 +22,7 @@ class Weights:
 
     Attributes:
         nbytes: size over all ranks, bytes.
-        source: where the size comes from.
+        source: description of the source of the size, such as an index file or an estimate.
     """
 
     nbytes: float

@@ -1,5 +1,7 @@
 """Draft of a snapshot: a folder that is not a snapshot until it is complete and durable.
 
+The maker of a snapshot is the process that creates its folder or its zip file.
+
     begin    sweeps leftovers of killed makers; creates ROOT/.making-<16 hex>
     ranks    write pages and parts into it, each in its own process: ``rank_writer``
     seal     writes the manifest, makes all files durable, and only then renames to ROOT/NAME
@@ -62,7 +64,7 @@ class Making:
     """An unfinished folder or file that this process is creating.
 
     Args:
-        parent: folder in which it will be published.
+        parent: folder in which the folder or file will be published.
         folder: True for a folder.
 
     Attributes:
@@ -164,7 +166,7 @@ def _locked(path: Path, folder: bool, create: int) -> int | None:
 
 
 def _linked(path: Path, name: Path) -> bool:
-    """Give a file a second name. Returns False where the file system does not support links."""
+    """Create a hard link to a file. Returns False where the file system does not support links."""
     try:
         os.link(path, name)
     except OSError as error:
@@ -175,7 +177,7 @@ def _linked(path: Path, name: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or a folder, whose lock is removed last."""
+    """Remove a file, or a folder with its contents. The folder's lock is removed last."""
     try:
         names = os.listdir(path)  # noqa: PTH208
     except NotADirectoryError:
@@ -195,7 +197,7 @@ class SnapshotDraft:
     unless it was sealed.
 
     Attributes:
-        folder: temporary folder, for the writers of its pages.
+        folder: temporary folder, into which each rank's ``PageWriter`` writes the rank's pages.
     """
 
     def __init__(self, root: Path, name: str, making: Making) -> None:
@@ -233,7 +235,8 @@ class SnapshotDraft:
         return draft
 
     def seal(self, manifest: Manifest) -> Manifest:
-        """Turn the draft into a snapshot. The parts of all ranks must exist.
+        """Turn the draft into a snapshot, and add its new pages to the pool. The parts of all ranks
+        must exist.
 
         Args:
             manifest: manifest without pages and sizes, which are filled in.
@@ -243,8 +246,8 @@ class SnapshotDraft:
 
         Raises:
             SnapshotError: parts are missing or disagree, the name has been taken meanwhile, or the
-                disk failed. No snapshot exists then, unless only the last step failed, the sync of
-                the root.
+                disk failed. In these cases no snapshot exists, unless only the last step, the sync
+                of the root, failed.
         """
         with disk_errors(f"the snapshot {self._path.name} cannot be created"):
             parts = self._parts(manifest.ranks)
@@ -300,7 +303,7 @@ class SnapshotDraft:
         return part
 
     def _keep_only(self, files: dict[str, StoredPage]) -> None:
-        """Check the files of the pages, and remove all other files.
+        """Check the files of the pages, and remove all other files except the lock.
 
         Raises:
             SnapshotError: a file is missing, or its length has changed.

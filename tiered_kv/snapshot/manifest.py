@@ -56,7 +56,7 @@ class SnapshotError(TieredKVError):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotGroup:
-    """A group of pages.
+    """A page group of the engine, whose pages all have the same format.
 
     Attributes:
         index: the engine's number for the group.
@@ -79,9 +79,9 @@ class SnapshotPage:
     Attributes:
         group: position in ``Manifest.groups``.
         block: index in the job's block table.
-        rank: rank of the page.
-        sha256: digest of its bytes, hexadecimal.
-        key: its key in the server from which the snapshot was taken, hexadecimal.
+        rank: rank to which the page belongs.
+        sha256: digest of the page's bytes, hexadecimal.
+        key: the page's key in the server from which the snapshot was taken, hexadecimal.
     """
 
     group: int
@@ -93,29 +93,30 @@ class SnapshotPage:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of a manifest.
+    """Contents of a snapshot's manifest.
 
     Attributes:
         created: time of creation, seconds since 1970.
-        tiered_kv: version of this package that created it.
-        vllm: version of vLLM from which it was taken.
+        tiered_kv: version of this package that created the snapshot.
+        vllm: version of vLLM from which the snapshot was taken.
         model: name of the model that vLLM served.
         ranks: number of tensor-parallel ranks.
         hash_tokens: tokens per block hash.
-        groups: groups of pages.
+        groups: the engine's page groups.
         token_ids: tokens of the context.
         kv_tokens: number of leading tokens that have KV in the pages.
-        prompt_tokens: number of tokens of the last turn's prompt; the other tokens are its output
-            so far.
+        prompt_tokens: number of tokens of the last turn's prompt; the other tokens are the turn's
+            output so far.
         job: name of the job.
         turns: number of turns that the job has had.
-        parents: names of the jobs that it was forked or restored from, oldest first.
-        cache_salt: salt of its last turn.
-        exact: True if it contains everything that the next token depends on.
+        parents: names of the jobs that the job was forked or restored from, oldest first.
+        cache_salt: cache salt of the job's last turn; None if the turn had no salt.
+        exact: True if the snapshot contains everything that the next token depends on.
         sampling: sampling parameters of the last turn.
         pages: pages of all ranks.
-        stored_bytes: size of the files of its pages, bytes.
-        shared_bytes: part of these bytes that other snapshots of the same root already had.
+        stored_bytes: size of the files of the pages, bytes.
+        shared_bytes: size of the files of pages that other snapshots of the same root already had,
+            bytes.
     """
 
     created: float
@@ -209,7 +210,7 @@ def group_fields(group: SnapshotGroup) -> dict[str, object]:
 
 
 def _rows(pages: Iterable[SnapshotPage], ranks: int) -> Iterator[list[object]]:
-    """Yield the rows of pages.
+    """Yield one row for each page, with its digests on all ranks.
 
     Raises:
         ValueError: a page is missing on a rank, occurs twice, or has different keys.

@@ -29,7 +29,7 @@ class EngineIdentity:
         ranks: number of tensor-parallel ranks.
         hash_tokens: tokens per block hash.
         vllm: version of vLLM.
-        groups: groups of its pages.
+        groups: the engine's page groups.
     """
 
     ranks: int
@@ -175,12 +175,12 @@ class Difference:
     """Difference between snapshots ``a`` and ``b``.
 
     Attributes:
-        common_tokens: tokens of the common prefix.
-        a_tokens: tokens of ``a`` after the prefix.
-        b_tokens: tokens of ``b`` after the prefix.
-        common_pages: pages that both have, by content.
-        a_pages: pages that only ``a`` has.
-        b_pages: pages that only ``b`` has.
+        common_tokens: number of tokens in the common prefix.
+        a_tokens: number of tokens of ``a`` after the prefix.
+        b_tokens: number of tokens of ``b`` after the prefix.
+        common_pages: number of pages that both have, compared by content.
+        a_pages: number of pages that only ``a`` has.
+        b_pages: number of pages that only ``b`` has.
         fields: values of ``a`` and ``b`` for each field of the manifest that differs; settings have
             dotted names. Salts are secret, so they are only reported as different.
     """

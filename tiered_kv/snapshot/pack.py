@@ -27,8 +27,8 @@ from .snapshot_files import (
 )
 
 _BEGINNING = (1980, 1, 1, 0, 0, 0)
-"""Timestamp of all members. It is constant, so that equal snapshots give equal files. The manifest
-has the time of creation."""
+"""Timestamp of all members of a zip file. It is constant, so that equal snapshots give equal files.
+The manifest has the time of creation."""
 
 
 def pack(folder: Path, zip_path: Path) -> None:

@@ -12,11 +12,11 @@
     32      4      bytes of the frame
     36             table, plane and frame, and nothing after them
 
-Little-endian. A file is never larger than its header and the page. It is decoded with its own
-format, so that pages with equal bytes share a file even if their groups have different formats.
-There is no digest: the file's name is the digest of the page's bytes.
+Integers are little-endian. A file is never larger than its header and the page. It is decoded with
+its own format, so that pages with equal bytes share a file even if their groups have different
+formats. There is no digest: the file's name is the digest of the page's bytes.
 
-The pool of a root: every page of its snapshots, by digest.
+The pool of a root has the pages of the root's snapshots, by digest.
 
 ``ROOT/.pages/<first two hex>/<sha256>`` and the same page's file in a snapshot are hard links to
 one file. A page without another link belongs to no snapshot. The pool only saves space: a page that
@@ -92,6 +92,7 @@ def decode_page(data: Bytes | bytes | memoryview, page_format: PageFormat, out: 
 
     Raises:
         SnapshotError: the bytes are not a page of that size; ``out`` has undefined contents.
+        ValueError: ``out`` does not have the size of a page of this format.
     """
     stored = np.frombuffer(data, np.uint8)
     if out.nbytes != page_format.page_bytes:
@@ -112,7 +113,8 @@ def _parse(stored: Bytes) -> tuple[int, PageFormat, bytes, EncodedPage]:
     """Parse a file. Returns its codec id, page format, codec table and encoded page.
 
     Raises:
-        SnapshotError: the header is missing, or the file's length does not match it.
+        SnapshotError: the header is missing or invalid, or the file's length does not match the
+            header.
     """
     if stored.nbytes < HEADER.size:
         raise SnapshotError("a page file is truncated within its header")
@@ -168,7 +170,8 @@ class PagePool:
         """Link a page of the pool to a path, if possible. Does not check the page's bytes.
 
         Returns:
-            Origin of the file that now has this path, or that must be written there.
+            ``SHARED`` if the page was linked, ``BESIDE`` if the path exists already, otherwise
+            ``NEW`` or ``AGAIN``, with which the caller must write the file.
         """
         try:
             # A symbolic link in the pool is not followed: the link itself would be linked.

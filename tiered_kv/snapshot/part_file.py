@@ -17,7 +17,7 @@ _NAME = re.compile(r"part-(0|[1-9][0-9]{0,5})\.json")
 
 
 class Origin(Enum):
-    """Origin of the file of a page."""
+    """Origin of a page's file: written by this rank or another, or shared with another snapshot."""
 
     NEW = "new"
     """The page was written, because the pool did not have it."""
@@ -35,7 +35,7 @@ class StoredPage:
 
     Attributes:
         nbytes: size of the file, bytes.
-        origin: origin of the file.
+        origin: whether the file was written or is shared, and why.
     """
 
     nbytes: int
@@ -44,12 +44,12 @@ class StoredPage:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Contents of a part.
+    """Contents of a part file.
 
     Attributes:
-        rank: rank that wrote it.
-        pages: its pages.
-        files: files of these pages by digest.
+        rank: rank that wrote the part.
+        pages: pages of the part.
+        files: files of the pages, by digest.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class Part:
         """Parse a part.
 
         Raises:
-            ValueError: the data is not a part.
+            ValueError, TypeError: the data is not a part.
         """
         fields = Fields(parse(data))
         rank = fields.take("rank", whole, 0, MOST_RANKS - 1)

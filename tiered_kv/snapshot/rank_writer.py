@@ -23,7 +23,8 @@ from .part_file import Origin, Part, StoredPage, part_path
 from .snapshot_files import PAGES, disk_errors, fill, sync_file, write_new
 
 SYNC_THREADS = 8
-"""Number of files that are synced concurrently. A disk syncs many files in the time of one."""
+"""Number of files that are synced concurrently. A disk syncs many files in about the time of one
+file."""
 
 
 class PageWriter:
@@ -49,14 +50,15 @@ class PageWriter:
         """Write a page. May be called on several threads.
 
         Args:
-            group: position of its group in ``Manifest.groups``.
+            group: position of the page's group in ``Manifest.groups``.
             block: index in the job's block table.
             key: the page's key.
             page: the page, contiguous; it may change after the call.
 
         Raises:
             SnapshotError: the page does not match its format, was already added, or cannot be
-                written. After a failed write, ``finish`` raises as well.
+                written, or ``finish`` was already called. After a failed write, ``finish`` raises
+                an error too.
         """
         if page.nbytes != page_format.page_bytes:
             raise SnapshotError(
@@ -84,7 +86,8 @@ class PageWriter:
         """Make all pages durable, and write the rank's part.
 
         Raises:
-            SnapshotError: a page could not be written, or could not be made durable.
+            SnapshotError: a page could not be written, or could not be made durable, or this method
+                was already called.
         """
         with self._lock:
             if self._finished:

@@ -39,9 +39,11 @@ class _Source:
 
     Attributes:
         manifest: bytes of the manifest.
-        sizes: returns the size of a page's file by digest, bytes; None if it is missing.
+        sizes: returns the size of a page's file by the page's digest, bytes; None if the file is
+            missing.
         read: reads a page's file.
-        names: digests of all files, if only files of pages are allowed; otherwise empty.
+        names: digests of all page files, if a file that the manifest does not list must be refused,
+            as in a zip file; otherwise empty.
     """
 
     manifest: bytes
@@ -55,7 +57,7 @@ class Snapshot:
 
     Attributes:
         manifest: the manifest.
-        nbytes: total size of its files, bytes.
+        nbytes: total size of the snapshot's files, bytes.
     """
 
     def __init__(self, source: _Source, files: ExitStack) -> None:
@@ -79,7 +81,7 @@ class Snapshot:
         """Read a page of the manifest into ``out``.
 
         Args:
-            out: memory of exactly the size of a page of its group.
+            out: memory of exactly the size of a page of the page's group.
 
         Raises:
             SnapshotError: the page is damaged, or cannot be read; ``out`` has undefined contents.
@@ -155,7 +157,8 @@ def find_snapshot(root: Path, name: str) -> Path:
     """Return the path of the snapshot with this name.
 
     Raises:
-        SnapshotError: there is no such snapshot, or the name is invalid.
+        SnapshotError: there is no snapshot with this name, the name is invalid, or the root cannot
+            be read.
     """
     check_name(name)
     folder, file = root / name, root / (name + ZIP)
@@ -171,7 +174,8 @@ def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> 
     """Return the size of each page's file, bytes, by the page's digest.
 
     Raises:
-        SnapshotError: a file is missing, has an impossible size, or the sum of sizes is wrong.
+        SnapshotError: a file is missing or has an impossible size, the sum of sizes is wrong, or
+            pages of different sizes have the same digest.
     """
     formats: dict[str, PageFormat] = {}
     for page in manifest.pages:

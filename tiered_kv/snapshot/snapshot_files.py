@@ -28,7 +28,9 @@ def check_name(name: str) -> None:
     """Check that a name is valid for a snapshot.
 
     Raises:
-        SnapshotError: the name is not valid.
+        SnapshotError: the name is empty, has more than 100 characters, contains other characters
+            than letters, digits, dots, dashes and underscores, does not start with a letter or
+            digit, or ends with ``.zip``.
     """
     if _NAME.fullmatch(name) is None:
         raise SnapshotError(
@@ -62,7 +64,7 @@ def write_new(path: Path, parts: Iterable[bytes | memoryview], *, durable: bool 
     """Write a new file.
 
     Args:
-        durable: True to sync the file. It is durable once its folder is synced as well.
+        durable: True to sync the file. The file is durable once its folder is synced too.
 
     Returns:
         Size of the file, bytes.
@@ -100,7 +102,11 @@ def sync_file(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder that only its owner can access."""
+    """Create a folder that only its owner can access.
+
+    Raises:
+        OSError: the folder exists, or cannot be created.
+    """
     path.mkdir(mode=FOLDER_MODE)
 
 

@@ -72,8 +72,9 @@ def members(fd: int) -> dict[str, ZipEntry]:
 
 
 class _Bounded(io.FileIO):
-    """A file that limits the directory's size and the number of its members before they are parsed,
-    because a parsed member takes several times the memory of its entry."""
+    """A zip file whose reads limit the size of the zip directory and the number of its members
+    before they are parsed, because a parsed member takes several times the memory of its directory
+    entry."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MOST_DIRECTORY_BYTES:

@@ -18,7 +18,7 @@ from tiered_kv.messages import Proposal
 from tiered_kv.tiers import TierSpec
 
 Pages = Sequence[tuple[PageKey, Bytes]]
-"""Keys of pages, and their bytes or the buffers for them."""
+"""Page keys, each with the page's bytes or with the buffer into which the page is read."""
 
 
 class PageStore(ABC):
@@ -58,8 +58,8 @@ class PageStore(ABC):
         """
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
-        """Store pages that are already encoded. The default implementation decodes the pages, and
-        calls ``put``."""
+        """Store pages that are already encoded. Returns the indices of the pages that are not
+        stored, as ``put`` does. The default implementation decodes the pages, and calls ``put``."""
         decoded = [(key, coded.decoded()) for key, coded in pages]
         return put_present(
             self.put, [None if page is None else (key, page) for key, page in decoded]
@@ -70,7 +70,7 @@ class PageStore(ABC):
         """Read pages into buffers of ``page_bytes`` bytes.
 
         The buffers are slots of the CPU pool, which are reused soon after the call has returned.
-        Nothing may write to them later, not even an abandoned read.
+        Nothing may write to the buffers later, not even an abandoned read.
 
         Returns:
             Indices of the pages that are absent or bad. The contents of their buffers are
@@ -81,7 +81,7 @@ class PageStore(ABC):
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
         """Look pages up, for at most ``deadline_s`` seconds. The call changes nothing.
 
-        An answer may be outdated when it is used; only ``get`` is authoritative.
+        The result may be outdated when it is used; only ``get`` is authoritative.
 
         Returns:
             Indices of the pages that are absent, or whose state is unknown at the deadline.
@@ -92,7 +92,7 @@ class PageStore(ABC):
         """Forget pages that other ranks have lost, or that are superseded. Unknown keys are
         ignored.
 
-        The next process may find them again.
+        The next process may find dropped pages again.
         """
 
     @abstractmethod
@@ -118,7 +118,8 @@ class PageStore(ABC):
     # -- stores whose pages the scheduler half knows ------------------------------
 
     def keys(self) -> Sequence[PageKey]:
-        """Every page, oldest first; empty for stores that the scheduler half queries by lookup."""
+        """Keys of all pages, oldest first; empty for stores that the scheduler half queries by
+        lookup."""
         return ()
 
     @property
@@ -144,8 +145,9 @@ class PageStore(ABC):
         return None
 
     def place(self, keys: Sequence[PageKey], runs: Sequence[PageKey]) -> None:
-        """Receive runs of pages, before the pages are looked up or put. A store that spreads pages
-        over several servers keeps the pages of one run together.
+        """Record the run of each page, before the pages are looked up or put. A run is a sequence
+        of consecutive pages of one context. A store that spreads pages over several servers keeps
+        the pages of one run together.
 
         Args:
             runs: for each key, the first page of its run.
@@ -159,8 +161,8 @@ class PageStore(ABC):
     # -- stores whose pages are reclaimed in groups ------------------------------
 
     def proposal(self) -> Proposal | None:
-        """Return the segment that should be reclaimed next; None if there is free space. The call
-        changes nothing."""
+        """Return the segment that should be reclaimed next; None if no space needs to be freed. The
+        call changes nothing."""
         return None
 
     def reclaim(self, segment: int, survivors: Collection[PageKey]) -> Sequence[PageKey]:
@@ -180,7 +182,7 @@ _Item = TypeVar("_Item")
 def put_present(
     put: Callable[[Sequence[_Item]], frozenset[int]], items: Sequence[_Item | None]
 ) -> frozenset[int]:
-    """Put the items that are not None.
+    """Call ``put`` with the items that are not None.
 
     Returns:
         Indices of the items that are not stored, including the items that are None.
@@ -196,8 +198,8 @@ class StoreSite:
     """Description of the worker that opens a store.
 
     Attributes:
-        fingerprint: digest of everything that determines the bytes of the engine's pages. Their
-            keys begin with it.
+        fingerprint: digest of everything that determines the bytes of the engine's pages. The keys
+            of these pages begin with the fingerprint.
         rank: index of the worker.
         ranks: number of workers.
         replica: index of the engine among data-parallel engines.
@@ -216,7 +218,7 @@ class StoreSite:
 
 
 class StoreTier(Protocol):
-    """A configured tier. It is created in both halves, without I/O.
+    """A configured tier. It is created in the scheduler half and in each worker, without I/O.
 
     The constructor takes the operator's ``TierConfig``.
     """

@@ -166,8 +166,8 @@ class Bundles:
         self._in_slot.update(dict.fromkeys(bundle.slots, bundle))
 
     def encode_like(self, preferred: Callable[[], Codec | None]) -> None:
-        """Encode with the codec of another store. ``preferred`` returns it, or None while it is
-        unknown."""
+        """Encode with the codec of another store. ``preferred`` returns that codec, or None while
+        the codec is unknown."""
         self._preferred = preferred
 
     def _encoded(
@@ -230,7 +230,8 @@ class Bundles:
         return CodedPage(bundle.codec, EncodedPage(stored[:middle], stored[middle:]))
 
     def _bytes(self, slots: Sequence[int], offset: int, nbytes: int) -> Bytes:
-        """Return the bytes of a bundle as one array, which is a copy if they cross slots."""
+        """Return the bytes of a bundle as one array, which is a copy if the bytes cross from one
+        slot to the next."""
         pieces = list(self._pieces(slots, offset, nbytes))
         if len(pieces) == 1:
             return pieces[0]
@@ -242,7 +243,7 @@ class Bundles:
         return whole
 
     def _pieces(self, slots: Sequence[int], offset: int, nbytes: int) -> Iterator[Bytes]:
-        """Yield views of the parts of a bundle, one for each slot."""
+        """Yield views of a range of a bundle's bytes, one view for each slot in the range."""
         slot_bytes, end = self._slots.shape[1], offset + nbytes
         while offset < end:
             index, at = divmod(offset, slot_bytes)

@@ -1,4 +1,4 @@
-"""The I/O thread: carries out a tier's store orders independently, when they are due.
+"""The I/O thread: carries out a tier's store orders in the background, when they are due.
 
 The thread owns its store from the start. Orders wait in a heap until they are due. Among orders
 that are due, lookups go first, then promotions, because requests wait for them. A demotion is
@@ -51,11 +51,13 @@ LEAST_BYTES = 8 << 20
 size."""
 
 ColdSource: TypeAlias = Callable[[PageKey, int], CodedPage | None]
-"""Returns a compressed page by its key and place; None if the page is missing or damaged."""
+"""Returns a compressed page by its key and its place in a bundle; None if the page is missing or
+damaged."""
 
 GROUP_BYTES = 128 << 20
 """Size of a group of demoted pages that are made durable together, bytes. A group is large enough
-for a disk to reach its full speed, and a promotion waits a few hundredths of a second for it."""
+for a disk to reach its full speed, but a promotion waits only a few hundredths of a second for the
+write of a group."""
 MOST_LOGGED = 100
 """Maximum number of different errors that are logged."""
 HUNG_S = 30.0
@@ -72,8 +74,8 @@ Task = Callable[[], None]
 
 @dataclass(slots=True)
 class _Flight:
-    """An order in progress. The pages before index ``done`` were moved, which took ``seconds``, or
-    are in ``failed``."""
+    """An order in progress. The pages before index ``done`` were moved or are in ``failed``. The
+    store calls so far took ``seconds`` seconds."""
 
     order: DemoteOrder | PromoteOrder
     epoch: int
@@ -89,7 +91,8 @@ class IoThread:
         store: the store; closed with the thread.
         slots: the CPU pool's slots, uint8 ``[num_slots, page_bytes]``.
         clock: monotonic time, seconds.
-        cold: returns a compressed page by its key and place; None if it is missing or damaged.
+        cold: returns a compressed page by its key and its place in a bundle; None if the page is
+            missing or damaged.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class IoThread:
         return self._clock()
 
     def submit(self, order: DemoteOrder | PromoteOrder, ahead_s: float = 0.0) -> None:
-        """Carry out the order once it is due.
+        """Queue an order, which is carried out once it is due.
 
         Args:
             ahead_s: lead of this thread's clock over the clock to which ``due`` refers, seconds.
@@ -177,8 +180,8 @@ class IoThread:
         self._add(self._lookups, (order, task))
 
     def reclaim(self, segment: int, survivors: Sequence[PageKey]) -> None:
-        """Reclaim a proposed segment. ``take_gone`` returns the pages that were lost with the
-        segment."""
+        """Queue the reclaiming of a proposed segment. ``take_gone`` returns the pages that were
+        lost with the segment."""
 
         def task() -> None:
             try:
@@ -191,7 +194,7 @@ class IoThread:
         self._add(self._tasks, task)
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages; see ``PageStore.drop``."""
+        """Queue the forgetting of pages; see ``PageStore.drop``."""
         self._add(self._tasks, lambda: self.store.drop(keys))
 
     def replace_store(self, make: Callable[[], PageStore]) -> None:
@@ -235,12 +238,12 @@ class IoThread:
 
     @property
     def proposal(self) -> Proposal | None:
-        """Return a segment that should be reclaimed, whose survivors the scheduler half chooses;
-        None if there is none."""
+        """Segment that should be reclaimed, with its pages, among which the scheduler half chooses
+        the survivors; None if no segment should be reclaimed."""
         return self._proposal
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until all due work is done. Returns False on timeout."""
+        """Wait up to ``timeout`` seconds until all due work is done. Returns False on timeout."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout)
 
@@ -257,11 +260,12 @@ class IoThread:
 
         Args:
             last: pages to write, as key and place, most important first.
-            budget_s: time for writing them, seconds.
+            budget_s: time for writing these pages, seconds.
             discard: True to clear the store first, because no engine will look for its pages again.
 
         Returns:
-            Number of the last pages that are durable.
+            Number of the last pages that are durable; 0 if the thread was already closed, or if the
+            store hangs.
         """
         deadline = self._clock() + budget_s
         with self._changed:
@@ -326,7 +330,8 @@ class IoThread:
                 self._changed.notify_all()
 
     def _next(self) -> Task | None:
-        """Wait until some work is due, and return it; None when closing."""
+        """Wait until some work is due, and return a function that does it. Returns None when the
+        thread is to stop."""
         with self._changed:
             while not self._closing:
                 now = self._clock()
@@ -405,8 +410,8 @@ class IoThread:
             self._proposal = self.store.proposal()
 
     def _tries_again(self) -> bool:
-        """Return True if a group is offered again after a pause, because the store accepted none of
-        its pages."""
+        """Decide whether a group is offered again to a store that accepted none of its pages. If
+        so, schedules the pause before the next attempt."""
         retry_s, now = self.store.retry_s, time.monotonic()
         if retry_s is None or not self._patience.lasts(now):
             return False

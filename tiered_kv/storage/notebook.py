@@ -51,7 +51,7 @@ class NoNotebook:
     """A notebook that stores nothing.
 
     Attributes:
-        stores: True if facts are stored. Otherwise they need not be collected.
+        stores: True if facts are stored. If it is False, callers need not collect facts.
     """
 
     stores: ClassVar[bool] = False
@@ -110,11 +110,12 @@ class Notebook(NoNotebook):
 
     def facts(self, prefix: str) -> dict[str, Fact]:
         """Return the facts that were in the file under names with this prefix, by name, oldest
-        first. They were written by a process of this user, perhaps by another version."""
+        first. The facts were written by a process of this user, perhaps by another version."""
         return {name: fact for name, fact in self._found.items() if name.startswith(prefix)}
 
     def note(self, name: str, fact: Fact) -> None:
-        """Queue a fact, which must be JSON. Never blocks or raises."""
+        """Queue a fact, which must be JSON. Never blocks or raises: if too many lines are queued,
+        the fact is dropped and counted in ``lost``."""
         self._say({"name": name, "fact": fact}, MOST_QUEUED)
 
     def strike(self, name: str) -> None:
@@ -132,7 +133,8 @@ class Notebook(NoNotebook):
             self.lost += 1
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all queued lines are in the file. Returns False on timeout."""
+        """Wait up to ``timeout_s`` seconds until all queued lines are in the file. Returns False on
+        timeout."""
         written = threading.Event()
         self._queue.put(written)
         return written.wait(timeout_s)
@@ -219,9 +221,9 @@ class Notebook(NoNotebook):
 
 
 def folder_for_notes(folder: Path | None) -> Path | None:
-    """Return a folder for notes, which is created if missing. Returns None, with a warning, if
-    another user created it, or if the folder is on hugetlbfs, whose files can be written only
-    through mapped memory."""
+    """Create the folder for notes if it is missing, and return it. Returns None if ``folder`` is
+    None. Also returns None, with a warning, if another user created the folder, or if the folder is
+    on hugetlbfs, whose files can be written only through mapped memory."""
     if folder is None:
         return None
     try:
@@ -247,7 +249,9 @@ def folder_for_notes(folder: Path | None) -> Path | None:
 
 
 def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNotebook:
-    """Open the first of a replica's notebooks that no other process has open.
+    """Open the first of a replica's notebooks that no other process has open. Returns a notebook
+    that stores nothing if ``folder`` is None, or if no notebook can be opened, which is logged:
+    the folder cannot be used, or all ``MOST_BOOKS`` notebooks are in use.
 
     Args:
         folder: folder of the notebooks, which is created if missing; None for a notebook that
@@ -262,6 +266,7 @@ def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNoteboo
         for number in range(MOST_BOOKS):
             with contextlib.suppress(BlockingIOError, PermissionError):
                 return Notebook(folder / f"jobs-{replica}-{number}.jsonl", keep=keep)
+        raise BlockingIOError(f"all {MOST_BOOKS} files for them in {folder} are in use")
     except OSError as error:
         logger.warning(
             "cannot save jobs and learned forecasts, so they will be lost at a restart: %s", error

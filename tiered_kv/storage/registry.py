@@ -21,7 +21,7 @@ def make_tiers(config: TierConfig) -> tuple[StoreTier, ...]:
     """Create the configured tiers, fastest first.
 
     Raises:
-        ConfigError: a tier does not exist, or two tiers have the same name.
+        ConfigError: a tier does not exist or lacks a setting, or two tiers have the same name.
     """
     tiers = tuple(load("tier", name, TIERS)(config) for name in config.tier_names)
     names = [tier.spec.tier for tier in tiers]

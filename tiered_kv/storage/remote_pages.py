@@ -5,9 +5,9 @@ can touch a slot.
 
 Codec tables are kept in the remote store too, under the fingerprint of the pages that need them. A
 table is put before the pages that need it, and again periodically and if it is missing. Each reader
-reads it only once, so a store that evicts old values, or values not read for long, would otherwise
-keep the pages and evict the table. A missing table is requested only once in a while, not once for
-each page.
+reads a table only once, so a store that evicts old values, or values not read for long, would
+otherwise keep the pages and evict the table. A missing table is requested only once in a while, not
+once for each page.
 
 Values whose deletion the remote store did not confirm are deleted later, in the background. They
 may include values whose write was abandoned.
@@ -99,8 +99,8 @@ MISSING_S = 10.0
 needs the table would cost a round trip, and memory for the longest table."""
 MOST_MISSING = 1024
 MOST_CODECS = 64
-"""Maximum number of codecs kept, the latest ones. Engines adopt each other's tables, so there are
-few."""
+"""Maximum number of codecs kept, the latest ones. Engines adopt each other's tables, so few codecs
+are in use."""
 MOST_TABLE_BYTES = 16 << 20
 DIGEST_BYTES = 16
 
@@ -114,7 +114,7 @@ class CodecTables:
     Args:
         store: the store that has the tables.
         fingerprint: fingerprint of the pages.
-        make: creates a codec.
+        make: creates a codec from its id and table.
     """
 
     def __init__(
@@ -136,14 +136,15 @@ class CodecTables:
         return time.monotonic() < self._missing.get((codec_id, table), 0.0)
 
     def codec(self, codec_id: int, table: bytes) -> Codec | None:
-        """Return the codec with that id and table; None if it is not available."""
+        """Return the codec with this id and table; None if the codec is not available."""
         if (codec_id, table) not in self._codecs and table == NO_TABLE:
             self._keep(codec_id, table, self._made(codec_id, b""))
         return self._codecs.get((codec_id, table))
 
     def publish(self, codec: Codec, deadline: float) -> bytes | Outcome:
-        """Put the codec's table. Returns its name or, on failure, the outcome. If it fails, the
-        codec's pages must not be put, because no reader could decode them."""
+        """Make sure that the store has the codec's table. Returns the table's name or, on failure,
+        the outcome. After a failure, the codec's pages must not be put, because no reader could
+        decode them."""
         name = table_name(codec.codec_id, codec.table)
         self._keep(codec.codec_id, name, codec)
         if name == NO_TABLE:
@@ -161,12 +162,13 @@ class CodecTables:
         return name
 
     def fetch(self, codec_id: int, table: bytes, deadline: float) -> bool:
-        """Fetch a table and create its codec. Returns False if a damaged table was found."""
+        """Fetch a table and create its codec. A table that is missing or damaged is not fetched
+        again for ``MISSING_S`` seconds. Returns False if a damaged table was found."""
         buffer = memoryview(bytearray(DIGEST_BYTES + MOST_TABLE_BYTES))
         good = True
         for _, outcome, nbytes in self._store.get([self._key(table)], buffer, deadline):
             if outcome in (Outcome.LATE, Outcome.DOWN):
-                return True  # its state is unknown
+                return True  # the table's state is unknown
             digest, found = bytes(buffer[:DIGEST_BYTES]), bytes(buffer[DIGEST_BYTES:nbytes])
             if outcome is Outcome.HIT:
                 whole = xxhash.xxh3_128_digest(found) == digest
@@ -174,7 +176,7 @@ class CodecTables:
                 if good:
                     self._keep(codec_id, table, self._made(codec_id, found))
                     return True
-        # Writers put it again periodically.
+        # Writers put the table again periodically.
         until = time.monotonic() + MISSING_S
         _remember(self._missing, (codec_id, table), until, MOST_MISSING)
         return good
@@ -198,8 +200,8 @@ PAGE_PREFIX = b"tkv:p:"
 CALL_S = 2.0
 """Maximum time of a read or write of many pages, seconds."""
 RETRY_S = 1.0
-"""Pause between an unanswered write and the next, seconds. After the pause, a server that counts as
-down is tried again. During it, reads can run."""
+"""Pause between an unanswered write and the next write, seconds. Reads can run during the pause.
+After the pause, a server that counts as down is tried again."""
 SHARE_OF_LINK = 0.25
 """Fraction of time used for writes for which no request waits. The remaining time is left to
 restores."""
@@ -428,9 +430,9 @@ class RemotePages(PageStore):
             self._store.delete(some, time.monotonic() + CALL_S)
 
     def clear(self) -> None:
-        """Delete the pages that this engine has put. They no longer match their fingerprint,
-        and perhaps did not even before the reset. If the store does not answer, the deletion is
-        retried later, and this connection is used for nothing else."""
+        """Delete the pages that this engine has put. These pages no longer match their fingerprint,
+        and perhaps did not match it even before the reset. If the store does not answer, the
+        deletion is retried later, and this connection is used for nothing else."""
         self._training.forget()
         own = [RemoteKey(PAGE_PREFIX + self._name(key), run) for key, run in self._own.items()]
         self._own.clear()

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 PROBE_PREFIX = b"tkv:probe:"
 PROBE_VALUES = 16
 PROBE_BYTES = 256 << 10
-"""Size of a value used to measure the link, bytes. Several values of about a page's size are
-used, so that latency has the same weight as for a context."""
+"""Size of a value used to measure the link, bytes. Several values of about a page's size are used,
+so that latency has the same weight as in a transfer of a context."""
 PROBE_S = 2.0
 ASSUMED_SPEED = DiskSpeed(read=1e8, write=1e8)
 """Assumed speed of a link that could not be measured, bytes per second: about 1 Gbit/s."""
@@ -49,7 +49,11 @@ SLOWEST = 1e4
 
 
 class RemoteTier:
-    """The remote tier at ``config.remote``."""
+    """The remote tier at ``config.remote``.
+
+    Raises:
+        ConfigError: no address is configured.
+    """
 
     def __init__(self, config: TierConfig) -> None:
         if config.remote is None:
@@ -64,7 +68,8 @@ class RemoteTier:
 
     def open(self, site: StoreSite) -> PageStore:
         """Open the rank's connection to the store. The first call measures the link and chooses the
-        codec. A store that cannot be reached is tried again later."""
+        codec. A store that cannot be reached is tried again later. If no other engine can have the
+        same fingerprint, the returned store stores nothing."""
         if not site.lasting:
             return NoPages()
         if self._link is None:
@@ -82,7 +87,8 @@ class RemoteTier:
 
 
 def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
-    """Measure the speed of the link.
+    """Measure the speed of the link. If the store cannot be reached or rejects writes, logs a
+    warning and returns ``ASSUMED_SPEED``.
 
     Raises:
         ConfigError: the server refuses access.
@@ -117,7 +123,8 @@ def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
 
 
 def measure_link(store: RemoteStore) -> DiskSpeed:
-    """Measure the speed of reads and writes with temporary values."""
+    """Measure the speed of reads and writes with temporary values, bytes per second. Each speed is
+    at least ``SLOWEST``."""
     name = PROBE_PREFIX + token_bytes(8).hex().encode()
     keys = [RemoteKey(name + b":%d" % at, name + b":%d" % at) for at in range(PROBE_VALUES)]
     value = memoryview(token_bytes(PROBE_BYTES))

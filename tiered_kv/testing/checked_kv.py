@@ -20,7 +20,8 @@ class WrongKV(AssertionError):
 
 
 def extend(cells: bytearray, tokens: Iterable[int]) -> None:
-    """Append the KV of tokens to ``cells``, the KV of the context that they follow."""
+    """Append the KV of tokens to ``cells``, which contains the KV of the context before these
+    tokens."""
     attended = xxhash.xxh64(bytes(cells))
     for token in tokens:
         cell = attended.copy()
@@ -48,7 +49,8 @@ def text(tokens: int, seed: int) -> list[int]:
 
 
 def expected(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Return the model's answer to a prompt, computed without any engine."""
+    """Return the model's answer of ``max_tokens`` tokens to a prompt, computed without any
+    engine."""
     cells, answer = bytearray(), list[int]()
     extend(cells, prompt)
     for _ in range(max_tokens):

@@ -49,8 +49,9 @@ class FaultyTransfer(TransferBackend):
         self._corruptions.append(None)
 
     def hold(self, direction: Direction) -> None:
-        """Hold back jobs in that direction until ``let_go``, as if their copies were slow.
-        ``drain`` and ``close`` release the jobs too.
+        """Hold back submitted jobs in that direction until ``let_go``, as if their copies were
+        slow. ``drain`` and ``close`` release the jobs too. Jobs passed to ``run`` are not held
+        back. Only one direction can be held back at a time.
         """
         self._slow = direction
 

@@ -198,8 +198,9 @@ class SmallDisk(FaultyFiles):
 
     Args:
         folder: folder whose contents are on the disk.
-        nbytes: size of the disk.
-        tells: True if the disk reports its free space. A quota does not report it.
+        nbytes: size of the disk, bytes.
+        tells: True if the disk reports its free space, False to behave like a quota, which does
+            not.
     """
 
     def __init__(
@@ -337,8 +338,8 @@ class RecordedFiles(FaultyFiles):
     ) -> None:
         """Recreate a possible state of the disk after a crash of the machine or the process.
 
-        Contents and lengths are durable once the file was synced, and names once their folder was.
-        Files that existed before the recording are not in the copy.
+        Contents and lengths are durable once the file was synced, and names once their folder was
+        synced. Files that existed before the recording are not in the copy.
 
         Args:
             count: index of the step during which the crash happens.

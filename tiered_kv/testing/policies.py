@@ -10,7 +10,8 @@ from tiered_kv.policies.jobs.identity import INFERRED_PREFIX
 
 
 class FixedPin(StatelessPolicy):
-    """Pins every turn of a named job for the same time, except its last turn and aborted turns."""
+    """Policy that pins every turn of a named job for ``ttl_s`` seconds. The KV of last turns is
+    dropped. The KV of aborted turns, and of turns without a named job, is kept in CPU memory."""
 
     def __init__(self, ttl_s: float = 2.0) -> None:
         self.ttl_s = ttl_s

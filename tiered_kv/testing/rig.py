@@ -42,7 +42,7 @@ class EngineRig(ABC):
     """An engine that tests drive step by step, with access to the components of its connector.
 
     Attributes:
-        now: clock of the engine and its connector, seconds. Tests set it.
+        now: time on the clock of the engine and its connector, seconds. Tests set the time.
         prompts, outputs: tokens of each request.
         finished: the engine's finish status of each finished request.
         steps: number of steps so far.
@@ -152,17 +152,20 @@ class EngineRig(ABC):
             self.ask(f"{tag}-{self.steps}-{i}", text(tokens, seed=self.steps * 1000 + i))
 
     def kept_blocks(self, tokens: int) -> int:
-        """Return the minimum number of blocks needed to find a context of that many tokens."""
+        """Return the minimum number of blocks that must stay cached for a context of that many
+        tokens to be found."""
         return tokens // self.options.block_size
 
     def inject(self, wrap: Callable[[Any], Any]) -> Any:
-        """Replace the worker's transfer backend with the result of ``wrap``, and return it."""
+        """Replace the worker's transfer backend with the result of ``wrap``, and return the new
+        backend."""
         half = self.worker_half
         half.backend = wrap(half.backend)
         return half.backend
 
     def wait_for_worker(self) -> None:
-        """Wait until the worker has carried out its orders. The next step delivers the reports."""
+        """Wait until the worker has carried out all orders that are due. The next step delivers the
+        reports."""
         half = self.worker_half
         if half.backend is not None:
             half.backend.drain()
@@ -175,7 +178,11 @@ class EngineRig(ABC):
             assert tier.io.wait_idle(300.0), "the I/O thread is stuck"
 
     def settle(self) -> None:
-        """Run until no order is in flight, including compression."""
+        """Run until no order is in flight, including compression.
+
+        Raises:
+            AssertionError: orders are still in flight after 100 rounds.
+        """
         for _ in range(100):
             self.wait_for_worker()
             self.step()
@@ -185,8 +192,9 @@ class EngineRig(ABC):
         raise AssertionError("orders to the workers are still in flight")
 
     def check_clean(self) -> None:
-        """Check that all blocks are free, all slots are accounted for, and no order is in
-        flight.
+        """Check that nothing is left over: all blocks are free, the index is consistent, and no
+        order, snapshot operation, page reference or turn remains. Also check that no hook raised an
+        error.
         """
         lost = self.free_at_start - self.free_blocks
         assert not lost, f"{lost} blocks leaked"
@@ -208,7 +216,8 @@ class EngineRig(ABC):
     # -- the connector ------------------------------------------------------------------
 
     def _change(self, found: Dependencies) -> Dependencies:
-        """Replace the connector's policy with one that tests can switch."""
+        """Replace the connector's policy with a policy that tests can switch. A policy that the
+        settings name becomes its first policy."""
         if "policy" in (self.options.extra or {}):
             self.switch.now = found.policy
         return replace(found, policy=self.switch)
@@ -271,7 +280,8 @@ class EngineRig(ABC):
         return gaps
 
     def costs(self, context_tokens: int, job: JobKey | None = None) -> Costs:
-        """Return the current costs of each tier."""
+        """Return the current costs of recomputing a context of that many tokens, or of restoring it
+        from each tier."""
         return self.gaps.costs.costs(context_tokens, job)
 
     def count(self, name: str) -> int:

@@ -14,7 +14,7 @@ from tiered_kv.storage.segment.record import decode_record, read_blocks
 
 
 class SegmentFile:
-    """Current content of a segment.
+    """Contents of a segment file, read when the object is created.
 
     Attributes:
         header: the segment's header.

@@ -62,7 +62,7 @@ _PAGES: dict[bytes, bytes] = {}
 
 
 def forget_pages() -> None:
-    """Forget all pages of the process. They can then no longer be decoded."""
+    """Forget all pages of the process, which can then no longer be decoded."""
     _PAGES.clear()
 
 

@@ -23,7 +23,7 @@ NO_LIMIT = "0"
 
 
 class ValkeyServer:
-    """A server process. It ends with the ``with`` block, and its data is lost.
+    """A server process. It ends when the ``with`` block ends, and its data is lost.
 
     Args:
         folder: folder for the server's log.
@@ -127,8 +127,8 @@ class ValkeyServer:
             process.wait()
 
     def talk(self, *words: bytes) -> bytes:
-        """Send a command and return the raw answer. For commands that the connector's client never
-        sends.
+        """Send a command and return the raw answer. Used for commands that the connector's client
+        never sends.
         """
         with socket.create_connection(("127.0.0.1", self.port), START_S) as connection:
             if self._password:
@@ -171,7 +171,7 @@ class ValkeyServer:
 
 
 class ValkeyCluster:
-    """A cluster on loopback. It ends with the ``with`` block.
+    """A cluster on loopback. Its servers end when the ``with`` block ends.
 
     Args:
         folder: folder for the servers' files.
@@ -180,7 +180,7 @@ class ValkeyCluster:
         node_timeout_s: time without an answer after which a node counts as failed, seconds.
 
     Attributes:
-        nodes: the servers: first those that start as masters, then the replica of each.
+        nodes: the servers: first the nodes that start as masters, then the replica of each master.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class ValkeyCluster:
         """Wait until the condition holds.
 
         Raises:
-            TimeoutError: it does not hold within ``CHANGE_S``.
+            TimeoutError: the condition does not hold within ``CHANGE_S``.
         """
         until = time.monotonic() + CHANGE_S
         while not condition():
@@ -271,7 +271,8 @@ class ValkeyCluster:
             time.sleep(0.02)
 
     def has_promoted(self, node: ValkeyServer) -> bool:
-        """True once a replica is a master, and all nodes that answer agree."""
+        """True once a former replica is a master, and all nodes that answer agree on the owner of
+        each slot."""
         return role(node) == b"master" and self.works()
 
     def replicated(self) -> bool:

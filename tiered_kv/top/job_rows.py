@@ -33,7 +33,9 @@ class Column:
     """A column of the table of jobs, next to the column of names.
 
     Attributes:
-        cell: function that returns the text of the column for a job at a given time.
+        cell: function that returns the text of the column for a job at a given time, seconds since
+            the epoch.
+        is_number: True if the texts are numbers, which are aligned to the right.
         several: True if the column is shown only if there are several engines.
     """
 

@@ -40,7 +40,7 @@ KEYS: dict[bytes, Action | JobOrder] = {
     b"e": Action.NEXT_ENGINE,
     **{key.encode(): order for key, order in SORT_KEYS.items()},
 }
-"""Actions of keys, by the bytes that terminals send for the keys."""
+"""Actions of the keys, by the bytes that terminals send for each key."""
 
 _KEY = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|[^\x1b]|\x1b(?!$|[\[O])", re.DOTALL)
 _BEGUN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")
@@ -94,7 +94,7 @@ def cbreak_keyboard(fd: int) -> Iterator[Keyboard]:
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGWINCH)
-"""Signals that wake the loop instead of their default actions."""
+"""Signals that wake the loop instead of triggering their default actions."""
 NEWS = 0
 """Number that stands for a call of ``ring`` among the signal numbers."""
 

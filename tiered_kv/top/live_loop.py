@@ -100,6 +100,10 @@ def live(first: ServerState, look: Look, view: View, every_s: float, keys: int |
 def _shown(seen: Looks, view: View, bell: Wakeups, keys: int | None) -> tuple[View, int]:
     """Show a server until a key quits or a signal arrives. Returns the last view, and the number of
     the signal, which is 0 for a key.
+
+    Raises:
+        Exception: polling failed unexpectedly (``Looks.failure``).
+        OSError, termios.error: the terminal was closed.
     """
     console = full_size_console()
     with ExitStack() as stack:

@@ -1,4 +1,5 @@
-"""Client of a server's routes. Each error message is a sentence that tells the user what to do."""
+"""Client of a server's HTTP routes. Each error message is a sentence that tells the user what to
+do."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class RouteError(Exception):
 
     @property
     def is_final(self) -> bool:
-        """True if the server has reported that the operation failed or was refused. The server then
-        no longer uses the snapshot of the operation.
+        """True if the server has reported that the operation failed or was refused, so that the
+        server no longer uses the snapshot of the operation.
         """
         return self.status is not None and self.status not in (500, 503, 504)
 
@@ -226,7 +227,8 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _error(text: str) -> dict[str, Any]:
-    """Return the contents of an error response; empty if the text is not an error response."""
+    """Return the contents of an error response; an empty dict if the text is not an error
+    response."""
     try:
         found = _object(text).get("error")
     except RouteError:

@@ -21,7 +21,8 @@ def harmless(text: str, most: int = MOST_CHARS) -> str:
     written from right to left.
 
     Args:
-        most: maximum number of characters that are kept.
+        most: maximum number of characters that are kept. An ellipsis replaces the rest of a longer
+            text.
     """
     if len(text) <= most and text.isascii() and text.isprintable():
         return text

@@ -44,13 +44,13 @@ def frame(state: ServerState, view: View, canvas: Canvas) -> RenderableType:
 
 
 def rows_of(state: ServerState, view: View, canvas: Canvas) -> int:
-    """Return the number of jobs that fit into a frame."""
+    """Return the number of jobs that fit into a frame; 0 if the canvas has no height limit."""
     above = sum(lines for _, lines in _above(state, view, canvas))
     return max(0, (canvas.height or 0) - above - 2)  # the lines with the column titles and the keys
 
 
 def printed(state: ServerState, view: View, canvas: Canvas) -> RenderableType:
-    """Return a frame to be printed, of any length."""
+    """Return a frame to be printed, of any height, with at most ``ONCE_ROWS`` jobs."""
     parts = [part for part, _ in _above(state, view, canvas)]
     jobs, left_out = _jobs(state, view, canvas, ONCE_ROWS), _left_out(state, view)
     return Group(*parts, jobs, *([_lines(left_out)[0]] if left_out else []))

@@ -16,6 +16,7 @@ class Growth:
 
     Attributes:
         over_s: length of the period, seconds.
+        counters: growth of each counter, by name.
     """
 
     over_s: float
@@ -29,7 +30,8 @@ class ServerState:
     Attributes:
         url: address of the server.
         status: the status of the server's engines, or of the viewed engine; at least one.
-        growth: growth of the engines' counters, by rank; empty before the second poll.
+        growth: growth of each engine's counters, by the engine's rank; empty before the second
+            poll.
         jobs: jobs read so far, in list order.
         whole: True once all jobs have been read.
         problem: message that explains why this is not the current state; None if it is current.
@@ -86,8 +88,9 @@ _NO_AMOUNTS = ("engine", "block_tokens", "compressed_share")
 
 
 def _sum(parts: Sequence[Any]) -> Any:
-    """Return the sum of parts of one type: numbers, mappings by name, and dataclasses by field.
-    Texts are taken from the first part. A number that is None in one part is None in the sum.
+    """Return the sum of parts of one type: numbers, mappings by name, dataclasses by field, and
+    tuples of tiers or of decisions by tier and gap class. Texts, and the fields in ``_NO_AMOUNTS``,
+    are taken from the first part. A number that is None in one part is None in the sum.
     """
     first = parts[0]
     if isinstance(first, Mapping):

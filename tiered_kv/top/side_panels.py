@@ -44,7 +44,8 @@ WAYS = (
 
 
 def panels(state: ServerState, engine: EngineStatus) -> Table:
-    """Return all three panels, in ``PANEL_LINES`` lines."""
+    """Return the panels of prompts, decisions and transfers side by side, in ``PANEL_LINES``
+    lines."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(_prompts(state, engine), _decided(engine), _moving(state, engine))
     return table
@@ -75,7 +76,8 @@ def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
 
 
 def sources(counters: Mapping[str, float]) -> Mapping[str, float]:
-    """Return prompt tokens by the tier that their KV came from."""
+    """Return the number of prompt tokens by the tier that their KV came from, and the number of
+    computed prompt tokens under ``computed``."""
     ssd, remote = counters.get("prompt_tokens_ssd", 0), counters.get("prompt_tokens_remote", 0)
     shared = {"remote": remote} if remote else {}
     return {

@@ -32,7 +32,8 @@ class JobOrder(Enum):
     """Sort order of jobs. The value is the name of the order on the screen."""
 
     STATE = "state"
-    """Most urgent state first; within it, waiting jobs by expected return, others by ``since``."""
+    """Most urgent state first. Within a state, waiting jobs are sorted by expected return, other
+    jobs by ``since``."""
     CONTEXT = "context"
     """Jobs with the longest contexts first."""
     UNTIL = "pin's end"
@@ -83,7 +84,8 @@ class View:
         return sorted(jobs, key=_KEYS[self.order], reverse=self.backwards)
 
     def within(self, jobs: int, rows: int) -> View:
-        """Return the view limited to ``jobs`` jobs, of which ``rows`` fit on the screen."""
+        """Return the view with ``top`` limited, so that the screen does not scroll past the last of
+        ``jobs`` jobs, of which ``rows`` fit on the screen."""
         return replace(self, top=max(0, min(self.top, jobs - rows)))
 
     def sorted_by(self, order: JobOrder) -> View:
@@ -95,7 +97,7 @@ class View:
         )
 
     def moved(self, action: Action, state: ServerState, rows: int) -> View:
-        """Return the view after a key.
+        """Return the view after an action of a key. ``QUIT`` does not change the view.
 
         Args:
             state: the whole state.
@@ -115,7 +117,8 @@ class View:
         return replace(self, top=tops.get(action, self.top)).within(jobs, rows)
 
     def _next_engine(self, state: ServerState) -> int | None:
-        """Return the rank of the next engine to show; None, for all engines, after the last."""
+        """Return the rank of the next engine to show; None, for all engines, after the last engine
+        or if there is only one."""
         ranks = [one.engine for one in state.status.engines]
         if len(ranks) < 2:
             return None
@@ -125,7 +128,7 @@ class View:
 
 
 _URGENCY = [JobState(name) for name in ("held", "queued", "running", "waiting", "silent")]
-"""States by urgency for an operator."""
+"""Job states, the most urgent for an operator first."""
 
 _KEYS: dict[JobOrder, Callable[[JobStatus], Any]] = {
     JobOrder.STATE: lambda job: (_URGENCY.index(job.state), _next_to_change(job)),

@@ -19,8 +19,8 @@ from .server_state import Growth, ServerState
 FIRST_PAGES = 10
 """Maximum number of pages of jobs read in the first poll."""
 MOST_JOBS = 70_000
-"""Maximum number of jobs kept for all engines; an engine remembers 65,536. If there are more, the
-first jobs are kept."""
+"""Maximum number of jobs kept for all engines. An engine remembers 65,536 jobs. If a server lists
+more jobs than the maximum, the first jobs are kept."""
 
 
 class JobSweep:
@@ -77,8 +77,8 @@ class Flow:
         self._seen: deque[tuple[float, Mapping[str, float]]] = deque()
 
     def add(self, reading: EngineStatus) -> Growth | None:
-        """Add a reading. Returns the growth since the oldest reading; None if this is the only
-        one.
+        """Add a reading. Returns the growth since the oldest reading of the last minute; None for
+        the first reading, and for the first reading after the engine was restarted.
         """
         counters = reading.counters
         last = self._seen[-1][1] if self._seen else {}

@@ -42,8 +42,10 @@ class Jobs:
 
     Attributes:
         jobs: number of jobs.
-        cut: jobs whose first turn is not in the trace. Their completion times are not counted.
-        waiting: jobs that were still expected when their engine stopped. Their times are counted.
+        cut: number of jobs whose first turn is not in the trace. The completion times of these jobs
+            are not counted.
+        waiting: number of jobs that were still expected when their engine stopped. The completion
+            times of these jobs are counted.
         completion_s: time from the arrival of the first turn to the end of the last turn.
     """
 
@@ -59,8 +61,8 @@ class Waits:
 
     Attributes:
         queue_s: time from arrival to admission.
-        held_s, pages_s: parts of that time, summed: while new jobs were held back, and while turns
-            waited for pages.
+        held_s, pages_s: sums over all turns of two parts of the wait for admission: the time for
+            which new jobs were held back, and the time that turns waited for promoted pages.
         first_token_s: time from arrival to the first token.
     """
 
@@ -152,12 +154,13 @@ class Decisions:
         gaps: gaps that ended because the job returned or is no longer expected.
         gap_s: length of the gaps after which the job returned.
         in_vram: fraction of these gaps whose pin still existed; None if no job returned.
-        below_q50, below_q90: fraction of forecast gaps that were not longer than this quantile;
-            None if no gap was forecast. 0.5 and 0.9 for good forecasts.
-        saved_s, cost_s: sums over the gaps.
+        below_q50, below_q90: fraction of forecast gaps that were not longer than this quantile of
+            their forecast; None if no gap was forecast. Good forecasts give 0.5 and 0.9.
+        saved_s, cost_s: sums over the gaps of ``GapStory.saved_s`` and ``GapStory.cost_s``.
         best_s: sum of the gains of a clairvoyant policy: B - λ X for each gap of X seconds, or 0 if
-            that is negative or the job did not return.
-        regret_s: ``best_s`` minus the actual gain.
+            that is negative or the job did not return. B is the decision's ``benefit_s``, and λ its
+            ``vram_price``.
+        regret_s: ``best_s`` minus the actual gain, ``saved_s - cost_s``.
     """
 
     gaps: int

@@ -25,8 +25,8 @@ def steps_of(path: Path) -> Path:
 
 
 def steps_to_read(path: Path) -> Path:
-    """Return the path of the newest file with a trace's steps. The trace's own newest file may be
-    compressed.
+    """Return the path of the newest file with a trace's steps, also if ``path`` names a compressed
+    file of the trace.
     """
     named = steps_of(path)
     return named if named.exists() else steps_of(_unpacked(path))
@@ -38,8 +38,8 @@ def files_of(path: Path) -> list[Path]:
 
 
 def files_to_read(path: Path) -> Iterator[Path]:
-    """Yield the existing files of a trace, newest first. Each may be compressed with gzip. If a
-    file exists both plain and compressed, only one of them is yielded.
+    """Yield the existing files of a trace, newest first. Each file may be compressed with gzip. If
+    a file exists both plain and compressed, only one of the two is yielded.
     """
     plain = _unpacked(path)
     for age in range(FILES):

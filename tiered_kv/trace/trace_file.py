@@ -20,8 +20,8 @@ from tiered_kv.plain_files import check_owner
 from .rotation import FILE_BYTES, make_room
 
 TRIES = 100
-"""Maximum number of times that a file is reopened because it was renamed. Without a limit, this
-would never end on file systems without stable inode numbers."""
+"""Maximum number of times that a file is reopened because it was renamed. Without a limit, the
+reopening would never end on file systems without stable inode numbers."""
 
 
 class TraceFile:

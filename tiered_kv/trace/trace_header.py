@@ -39,12 +39,13 @@ class TraceHeader:
         replica: index among data-parallel engines.
         block_size: tokens per block.
         vram_blocks: VRAM blocks for requests.
-        tiers_bytes: capacity of each tier outside VRAM, over all ranks; 0 if unlimited or unknown.
-        mode: ``observe``, or left out.
-        page_bytes: size of a block's pages, over all ranks.
+        tiers_bytes: capacity of each tier outside VRAM, over all ranks, bytes; 0 if unlimited or
+            unknown.
+        mode: ``observe`` in observe mode, otherwise left out.
+        page_bytes: size of a block's pages, over all ranks, bytes.
         groups: KV types of the page groups: ``full``, ``window``, ``chunk`` or ``state``.
-        step_tokens, running, context_tokens: vLLM's limits: tokens per step, running requests,
-            tokens per context.
+        step_tokens, running, context_tokens: vLLM's limits for tokens per step, running requests,
+            and tokens per context.
         job_order: true under ``ContinuumScheduler``.
     """
 
@@ -99,8 +100,8 @@ Event = dict[str, float | int]
 
 
 def recorder_events(records: Iterable[TurnRecord]) -> dict[str, list[Event]]:
-    """Return the events by job. The events of each job are in order. Turns without a job are left
-    out, and jobs with the same name are merged.
+    """Return the recorder's events by job name, sorted by time within each job. Turns without a job
+    are left out, and jobs with the same name are merged.
     """
     found: dict[str, list[tuple[float, Event]]] = {}
     for one in sorted(records, key=lambda one: one.arrived):

@@ -52,7 +52,7 @@ class TraceWriter:
         self._thread.start()
 
     def write(self, record: Line) -> None:
-        """Queue a record. Never blocks, never raises."""
+        """Queue a record, or drop and count it if the queue is full. Never blocks, never raises."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
@@ -60,7 +60,7 @@ class TraceWriter:
 
     def drain(self, timeout_s: float = 5.0) -> bool:
         """Wait until every record queued so far has been written or dropped. Returns False on
-        timeout.
+        timeout. The wait takes at most twice ``timeout_s`` seconds.
         """
         written = threading.Event()
         try:

@@ -14,8 +14,8 @@ from .turn_table import Column, TurnTable
 class TracedJobs:
     """Jobs, ordered by name and then by start. Columns have shape (jobs,), unless stated otherwise.
 
-    A job is a sequence of turns that one engine treated as one job. If the turn numbers of a name
-    restart at 1, another job begins.
+    A job is a sequence of turns that one engine treated as one job. If a turn number under a name
+    is not higher than the previous one, another job begins.
 
     Attributes:
         name: index in ``TurnTable.jobs``.
@@ -24,7 +24,8 @@ class TracedJobs:
         waiting: True if the job was still expected when its engine stopped.
         turns: number of turns.
         completion_s: time from the arrival of the first turn to the end of the last turn, seconds.
-        queue_s, first_token_s: sums over the turns, seconds.
+        queue_s, first_token_s: waits for admission and for the first token, summed over the turns,
+            seconds.
         recomputed: number of computed prompt tokens.
         rows: rows of the table, job by job, and by arrival within a job. Shape (turns,).
         begins: index in ``rows`` of each job's first turn.
@@ -44,7 +45,7 @@ class TracedJobs:
 
     @property
     def followed(self) -> Column:
-        """True for turns in ``rows`` that are followed by another turn of the same job. Shape
+        """Mask of the turns in ``rows`` that are followed by another turn of the same job. Shape
         (turns,).
         """
         found = np.ones(len(self.rows), bool)

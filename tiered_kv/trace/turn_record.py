@@ -25,9 +25,10 @@ class StoryEnd(Enum):
     OVER = "over"
     """The client reported that no turn follows."""
     GIVEN_UP = "given_up"
-    """The job was silent for four hours, or longer than all others when over 8,192 jobs waited."""
+    """The job was silent for four hours, or for longer than all other jobs when over 8,192 jobs
+    waited."""
     CLOSED = "closed"
-    """The engine stopped first."""
+    """The engine stopped before the gap ended."""
     NO_GAP = "no_gap"
     """The turn had no job or no KV, or another turn of the job was running."""
 
@@ -36,7 +37,7 @@ class PinEnd(Enum):
     """Reason for the end of a pin."""
 
     RETURNED = "returned"
-    """The job returned in time."""
+    """The job returned before the time limit."""
     EXPIRED = "expired"
     """The time limit was reached."""
     PRESSURE = "pressure"
@@ -57,7 +58,7 @@ class TurnTimes:
     the turn's arrival, and are None for an event that did not occur.
 
     Attributes:
-        held_s: time that a new job was held back.
+        held_s: time for which a new job was held back.
         pages_s: further wait for promoted pages, or for space to promote them.
         admitted_s: allocation of the first blocks.
         scheduled_s: first step that computes the turn, after any restore.
@@ -83,7 +84,7 @@ class Preemptions:
 
     Attributes:
         count: number of preemptions.
-        at_s, back_s: times of the first three, and of the resumptions.
+        at_s, back_s: times of the first three preemptions, and of the resumptions after them.
         found: tokens found in VRAM or restored at each resumption.
     """
 
@@ -100,11 +101,11 @@ class TurnTokens:
 
     Attributes:
         prompt, output: length of prompt and answer.
-        vram, cpu, ssd: prompt tokens found in this tier at the first admission; ``ssd`` covers all
-            lower tiers, also shared ones.
-        recomputed: computed prompt tokens.
+        vram, cpu, ssd: prompt tokens found in that tier at the first admission; ``ssd`` covers all
+            lower tiers, including shared tiers.
+        recomputed: prompt tokens that were computed.
         lost: lower bound of the ``recomputed`` tokens that were in the job's last context.
-        new: prompt tokens beyond that context.
+        new: prompt tokens beyond the job's last context.
     """
 
     prompt: int = 0
@@ -122,8 +123,8 @@ class WouldHave:
     """Part of ``recomputed`` that an engine in observe mode would have found in a tier.
 
     Attributes:
-        vram: under a pin of the job, or of one with the same prefix.
-        cpu, ssd: in CPU memory, or in a lower tier.
+        vram: tokens under a pin of the job, or of another job with the same prefix.
+        cpu, ssd: tokens in CPU memory, or in a lower tier.
     """
 
     vram: int = 0
@@ -139,14 +140,15 @@ class PricedDecision:
         tier: ``pin``, ``cpu``, ``store`` (lower tiers) or ``drop``.
         gap_class: ``fast``, ``uncertain`` or ``slow``, if the policy has classes.
         ttl_s: the pin's time limit.
-        back_s: planned promotion, after the turn's end; None if it waits for the next turn.
+        back_s: time of the planned promotion, after the turn's end; None if the promotion waits for
+            the next turn.
         q50_s, q90_s: quantiles of the forecast gap; None without a forecast, or beyond four hours.
         benefit_s: B, time saved by KV that is still in VRAM.
         restore_s: R, expected time of the cheapest restore.
         recompute_s: time to recompute the context.
-        cpu_s: time to restore it from CPU memory; None if it does not fit there.
-        tiers_s: time to restore it from each lower tier.
-        cpu_stay_s: a page's stay in CPU memory; None without evictions.
+        cpu_s: time to restore the context from CPU memory; None without CPU memory.
+        tiers_s: time to restore the context from each lower tier.
+        cpu_stay_s: time that a page stays in CPU memory; None without evictions.
         survival: fraction of KV outside VRAM that is still resident when needed; default 1.
         queue_s: T, admission wait of turns whose KV had left VRAM.
         memoryfulness: η, fraction of T that a pin saves; default 1.
@@ -181,8 +183,8 @@ class PinStory:
 
     Attributes:
         blocks: pinned VRAM blocks.
-        held_s: duration.
-        end: reason for its end.
+        held_s: duration of the pin.
+        end: reason for the pin's end; None without a pin.
     """
 
     blocks: int = 0
@@ -195,7 +197,8 @@ class PageMoves:
     """Pages moved between CPU memory and the tiers below.
 
     Attributes:
-        promoted, promoted_bytes: pages promoted for this turn; their uncompressed size on one rank.
+        promoted, promoted_bytes: pages promoted for this turn, and their uncompressed size on one
+            rank, bytes.
         used: promoted pages that this turn was the first to restore.
         ahead: pages promoted in the gap.
         demoted: pages that the decision demoted.
@@ -219,9 +222,10 @@ class GapStory:
 
     Attributes:
         end: event that ended the gap; left out for ``no_gap``.
-        gap_s: its length.
+        gap_s: length of the gap.
         in_vram: true if the job returned while pinned.
-        saved_s, cost_s: B if ``in_vram``, and λ times the duration of the pin.
+        saved_s, cost_s: the decision's B if ``in_vram``, and the decision's λ times the duration of
+            the pin.
     """
 
     end: StoryEnd = StoryEnd.NO_GAP
@@ -259,7 +263,7 @@ _ROOM_OF = {
 }
 _PRICE = ("tier", "gap_class", "ttl_s", "benefit_s", "vram_price")
 _ROOMS = (_Room(96, 120, True), _Room(48, 48, True), _Room(24, 0, True), _Room(24, 0, False))
-"""Spaces that are tried in this order, until the record fits."""
+"""Limits on the texts of a record, tried in this order until the record fits into a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,14 +272,14 @@ class TurnRecord:
 
     Attributes:
         job: job name, if any.
-        session: job of the session's main agent, if another.
+        session: job of the session's main agent, if that is another job.
         agent: the agent's id in that session; None for the main agent.
         parent: job whose agent started this agent.
         client: digest of the client's ``cache_salt``, which separates equal job names.
         replica: index among data-parallel engines.
-        turn: number in the job, from 1.
+        turn: number of the turn in the job, from 1.
         request: vLLM's request id.
-        arrived: seconds since the epoch.
+        arrived: arrival time, seconds since the epoch.
         finish: vLLM's finish status, or its request state when the engine stopped.
         tool: the tool that ran in the gap, from general to specific.
         hints: intent and outcome of the last four hints, such as ``pin accepted``.
@@ -361,13 +365,13 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
 
 
 def _first(story: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Return the value with at most ``most`` elements in each list, without empty lists."""
+    """Return ``story`` with at most ``most`` elements in each list, and without empty lists."""
     told = {name: one[:most] if isinstance(one, list) else one for name, one in story.items()}
     return {name: one for name, one in told.items() if one != []}
 
 
 def _cut_all(texts: Sequence[str], room: int) -> list[str]:
-    """Return the first texts that fit into ``room`` bytes. The last of them is cut."""
+    """Return the first texts that fit into ``room`` bytes. The last text is cut if necessary."""
     kept = list[str]()
     for text in texts:
         if room < _WORD_ROOM:

@@ -87,13 +87,13 @@ class Names:
 
 
 class TurnTable:
-    """Columns of a trace's records, in order. The columns of numbers are named after the fields of
-    ``TurnRecord``, with dots.
+    """The turn records of a trace as columns, in the order of the records. A column has the path of
+    its field in ``TurnRecord`` as its name, such as ``gap.gap_s``.
 
     Attributes:
         jobs: the jobs and their indices.
         job: index of each turn's job in ``jobs``; -1 if the turn belongs to no job.
-        tools: first words of tools.
+        tools: first elements of the records' ``tool``, and their indices.
         tool: index of each turn's tool in ``tools``.
         words: values of ``decision.tier``, ``decision.gap_class``, ``pin.end`` and ``gap.end``, by
             field.
@@ -124,14 +124,19 @@ class TurnTable:
         return len(self.job)
 
     def __getitem__(self, name: str) -> Column:
-        """Return the column of a field."""
+        """Return the column of a field.
+
+        Raises:
+            KeyError: the table has no column for the field.
+        """
         return self._columns[name]
 
     def job_name(self, place: int) -> JobName:
-        """Return the job with an index of ``jobs``."""
+        """Return the identity of the job that has this index in ``jobs``."""
         return JobName(*self.jobs.of[place])
 
     def says(self, field: str, word: str | None) -> Column:
-        """Return a mask of the turns whose ``field`` has the value ``word``. Shape (turns,)."""
+        """Return a mask of the turns whose ``field``, a key of ``words``, has the value ``word``.
+        Shape (turns,)."""
         found: Column = self[field] == self.words[field].find(word)
         return found

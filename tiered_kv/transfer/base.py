@@ -15,6 +15,8 @@ from enum import Enum
 
 
 class Direction(Enum):
+    """Direction of a copy."""
+
     SAVE = "save"
     """Copy from VRAM to a CPU slot."""
     LOAD = "load"
@@ -26,7 +28,11 @@ class CopyJob:
     """Copy ``blocks[i]`` of a page group to ``slots[i]``, or in the opposite direction.
 
     No two jobs in flight may write the same block or slot, and no job may write a block or slot
-    that another job reads. The scheduler's two-phase orders guarantee this.
+    that another job reads. The scheduler half guarantees this, because it reserves blocks and slots
+    until their job is reported.
+
+    Raises:
+        ValueError: the numbers of blocks and of slots differ.
     """
 
     job_id: int
@@ -44,10 +50,11 @@ class CopyJob:
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """A finished job.
+    """Result of a finished copy job.
 
     Attributes:
-        failed: indices of pages with undefined contents.
+        failed: indices of the pages that were not copied completely, whose targets have undefined
+            contents.
         nbytes: bytes copied.
         seconds: duration of the copy, seconds; 0 if unknown.
     """
@@ -59,7 +66,7 @@ class CopyResult:
 
     @classmethod
     def refusal(cls, job: CopyJob) -> CopyResult:
-        """Return the result of a job that copied no page."""
+        """Return the result of a job of which no page was copied."""
         return cls(job.job_id, frozenset(range(len(job.blocks))), 0, 0.0)
 
 
@@ -88,7 +95,8 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def poll(self) -> list[CopyResult]:
-        """Return the jobs that finished since the last call, each of them once. Does not block."""
+        """Return the results of the jobs that finished since the last call, each result once. Does
+        not block."""
 
     @abstractmethod
     def drain(self) -> None:

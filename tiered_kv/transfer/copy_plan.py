@@ -1,7 +1,8 @@
 """Plan of a copy job: its valid pages, and the runs of bytes that the pages consist of.
 
-The plan is pure arithmetic on arrays. All backends share it, and it is tested without them.
-Addresses are byte offsets: into the engine's allocation ("storage") and into the CPU pool ("slab").
+The plan is pure arithmetic on arrays. All backends share this arithmetic, which is tested without a
+backend. Addresses are byte offsets: into the engine's allocation ("storage") and into the CPU pool
+("slab").
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """The valid pages of a job, and the indices of the other pages.
+    """The valid pages of a copy job, and the indices of the other pages.
 
     Attributes:
         blocks: block numbers, int64 ``[pages]``.
@@ -166,7 +167,7 @@ def plan_copies(runs: PageRuns, pages: Pages) -> Copies:
 
 
 def cut_copies(copies: Copies, every: int) -> Copies:
-    """Cut copies at each multiple of ``every`` bytes of the slab."""
+    """Split copies at each multiple of ``every`` bytes of the slab."""
     first = copies.slab // every
     parts = (copies.slab + copies.nbytes - 1) // every - first + 1
     if (parts == 1).all():

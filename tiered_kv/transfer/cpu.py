@@ -95,14 +95,14 @@ class CpuTransfer(TransferBackend):
         if failed:
             logger.error(
                 "%s: %d pages are not copied, because their block or slot does not exist",
-                job.direction,
+                job.direction.value,
                 len(failed),
             )
         try:
             if len(pages):
                 self._copy_pages(job.direction, runs, pages)
         except Exception:
-            logger.exception("%s of %d pages failed", job.direction, len(pages))
+            logger.exception("%s of %d pages failed", job.direction.value, len(pages))
             failed = frozenset(range(len(job.blocks)))
         nbytes = (len(job.blocks) - len(failed)) * runs.page_bytes
         return CopyResult(job.job_id, failed, nbytes, time.perf_counter() - began)

@@ -1,6 +1,6 @@
 """Host memory for the CPU pool's slots, and the CPU pool: memory divided into page slots.
 
-Whoever creates a pool provides its memory.
+The code that creates a pool provides the pool's memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostMemory(Protocol):
-    """One contiguous piece of memory. Other holders of it see the same bytes."""
+    """One contiguous piece of memory. All users of the object see the same bytes."""
 
     @property
     def view(self) -> NDArray[np.uint8]:
@@ -33,7 +33,7 @@ class HostMemory(Protocol):
         """Release the memory. Idempotent.
 
         No device copy may be in progress. Existing views stay readable and writable: the memory is
-        unmapped when the last of them is deleted.
+        unmapped when the last view is deleted.
         """
 
 
@@ -60,7 +60,7 @@ class AnonymousMemory:
         self.view = np.empty(0, dtype=np.uint8)
         try:
             self._map.close()
-        except BufferError:  # views still exist; unmapped with the last of them
+        except BufferError:  # views still exist; unmapped with the last view
             logger.debug("memory was closed although a view of it still exists")
 
 

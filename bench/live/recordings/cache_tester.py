@@ -62,7 +62,9 @@ def _session(trace: Row) -> dict[str, Any]:
 
 
 def _check_blocks(requests: Sequence[Row], block: int) -> None:
-    """Reject hashes that represent too many tokens."""
+    """Raise ``ValueError`` if the hashes represent more than ``MOST_HASHED`` times the prompts'
+    tokens.
+    """
     counted = [one for one in requests if one.get("hash_ids") and one.get("in") is not None]
     tokens = sum(whole(one, "in") for one in counted)
     hashed = block * sum(len(hashes(one)) for one in counted)

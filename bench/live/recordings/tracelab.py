@@ -48,7 +48,8 @@ def tracelab_rounds(path: Path) -> Workload:
     """Read the jobs of a recording, one per session, in the order of their first rows.
 
     Raises:
-        RecordingError: the file cannot be read, or a session has two rows for one round.
+        RecordingError: the file cannot be read or has no rounds, or a session has two rows for one
+            round.
     """
     sessions: dict[str, dict[int, SimTurn]] = defaultdict(dict)
     for row in read_table(path, _checked):

@@ -33,7 +33,8 @@ TOKENS_APART = 1_000
 
 
 class Stalled(AssertionError):
-    """Requests are waiting, and no remaining event could admit them."""
+    """Requests are waiting, and no remaining event could admit them, or nothing was computed for
+    ``STALLED_S`` seconds."""
 
 
 @dataclass(slots=True)
@@ -146,7 +147,13 @@ class _Run:
         heapq.heappush(self._events, (when, next(self._tie), act))
 
     def until_all_finish(self) -> Outcome:
-        """Run until all jobs have finished, then check that the engine released everything."""
+        """Run until all jobs have finished, then check that the engine released all their blocks,
+        orders and turns. Returns the outcome.
+
+        Raises:
+            Stalled: a request waits forever.
+            AssertionError: blocks, orders or turns were not released.
+        """
         engine = self.engine
         for job in self._workload.jobs:
             self._at(BEGIN_S + job.arrives_s, partial(self._begin, job, None))
@@ -178,7 +185,11 @@ class _Run:
         return self._events[0][0] if self._events else math.inf
 
     def _wait(self) -> None:
-        """Advance the clock to the next event, because nothing can be computed before it."""
+        """Advance the clock to the next event, because nothing can be computed before it.
+
+        Raises:
+            Stalled: there is no further event.
+        """
         engine = self.engine
         when = min(self._next_arrival, engine.next_event)
         if engine.scheduler.has_requests():
@@ -219,7 +230,7 @@ class _Run:
         self._turn(running)
 
     def _turn(self, running: _Running) -> None:
-        """Start the job's next turn. The turn passes the gate unless the job is a sub-agent."""
+        """Start the job's next turn. The gate may hold it back unless the job is a sub-agent."""
         number = len(running.record.turns)
         turn = running.job.turns[number]
         after_agents = number > 0 and bool(running.job.turns[number - 1].agents)

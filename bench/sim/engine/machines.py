@@ -40,14 +40,14 @@ class Machine:
     """A model on one or more GPUs.
 
     Attributes:
-        pool_tokens: capacity of the KV pool in VRAM, counted in blocks of one page group.
+        pool_tokens: capacity of the KV pool in VRAM, in tokens if only one page group used it.
         kv_bytes: KV bytes per token in one page group, over all ranks.
         max_len: maximum request length, tokens.
         cost: cost of an engine step.
         link: bytes/s between VRAM and host memory in each direction, over all ranks.
         ssd_read, ssd_write: bytes/s of encoded pages.
-        encode, decode: speed of compressing pages in CPU memory, bytes/s: four cores with 2.0 and
-            4.5 GB/s each (``bench.codec``).
+        encode, decode: speed of compressing and of decompressing pages in CPU memory, bytes/s: four
+            cores with 2.0 and 4.5 GB/s each (``bench.codec``).
         shrinks: False if pages are not compressed in CPU memory.
         batched_tokens, max_seqs: vLLM's limits per step.
         long_prefill: maximum prompt tokens per request in a shared step (vLLM's

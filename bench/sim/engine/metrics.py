@@ -12,7 +12,7 @@ TIERS = ("vram", "cpu", "ssd", "recomputed")
 
 @dataclass(slots=True)
 class TurnRecord:
-    """A turn. Times are in seconds on the run's clock.
+    """Record of a simulated turn. Times are in seconds on the run's clock; -1 before the event.
 
     Attributes:
         asked_s: when the turn arrived.
@@ -44,7 +44,7 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class JobRecord:
-    """A job.
+    """Record of a simulated job.
 
     Attributes:
         began_s: when the job's first turn arrived.
@@ -72,7 +72,7 @@ class Outcome:
     """The outcome of a run.
 
     Attributes:
-        steps: number of scheduler steps. A leap counts as one step.
+        steps: number of scheduler steps. A leap (several decode steps together) counts as one step.
         seconds: duration in virtual time.
         moved: bytes over each link of the connector's worker.
         promoted_used, promoted_wasted: numbers of pages promoted from SSD that were restored to

@@ -2,8 +2,9 @@
 
 If layers have several KV types, vLLM divides them into page groups with the same number of layers
 and the same page size (``_get_kv_cache_groups_uniform_page_size``). The number of layers per group
-is the layer count of the type with the fewest layers. With states, blocks are long enough that an
-attention page is no smaller than a state (``Platform.update_block_size_for_backend``).
+is the layer count of the type with the fewest layers. In a model with recurrent layers, blocks are
+long enough that an attention page is no smaller than a layer's state
+(``Platform.update_block_size_for_backend``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class StateLayers:
 
     Attributes:
         count: number of layers.
-        nbytes: state size per layer.
+        nbytes: state size per layer, bytes.
     """
 
     count: int

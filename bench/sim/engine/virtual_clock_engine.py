@@ -79,7 +79,11 @@ class LeapTimer(StepTimer):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedRestore(AlwaysRestore):
-    """Restores whole chunks of tokens, without a partial tail."""
+    """Restore policy that restores only whole chunks, without the partial chunk at the end.
+
+    Attributes:
+        chunk: tokens per chunk.
+    """
 
     chunk: int
 
@@ -389,9 +393,9 @@ class Engine:
         return int(max(1, min(LONGEST_LEAP, by_time, left, self._room(running), by_budget)))
 
     def _room(self, running: int) -> int:
-        """Return the number of tokens that each running request can add before blocks run out. With
-        states, a leap ends at a block boundary, because vLLM would otherwise treat its tokens as a
-        prefill.
+        """Return the number of tokens that each running request can add before blocks run out. For
+        a model with recurrent layers, returns the number of tokens to the next block boundary,
+        because vLLM treats more tokens than that as a prefill.
         """
         groups = self.machine.groups
         if any(group.kind is KvKind.STATE for group in groups):

@@ -4,11 +4,12 @@
 that has received the least service so far. PLAS has levels whose bounds double, and a job returns
 to the first level once it has waited ``STARVED`` times as long as it was served.
 
-``Gate`` pauses and resumes whole programs by the size of their contexts, as ThunderAgent does. An
-admitted program keeps its place in VRAM while its tools run, as far as vLLM's prefix cache allows.
-Every five seconds the contexts of the admitted programs are summed. While they exceed the pool, the
-program admitted last is paused, and its next turns are held back. While there is space, the oldest
-held program is admitted, paused programs before new ones. A single program is never held back.
+``Gate`` pauses and resumes whole programs (jobs with their sub-agents) by the size of their
+contexts, as ThunderAgent does. An admitted program keeps its place in VRAM while its tools run, as
+far as vLLM's prefix cache allows. Every five seconds the contexts of the admitted programs are
+summed. While the sum exceeds the pool, the program admitted last is paused, and its next turns are
+held back. While there is space, programs that are held back are admitted: first the paused
+programs, then new programs in order of arrival. A single program is never held back.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import Any
 FIRST_QUANTUM_S = 1.0
 """Service bound of the first level, seconds. Each level doubles the bound of the previous one."""
 STARVED = 8.0
-"""β: ratio of waiting time to service time from which a job is served first."""
+"""β: a job is served first once its waiting time reaches this multiple of its service time."""
 CHECK_EVERY_S = 0.5
 GATE_EVERY_S = 5.0
 
 
 class Order(Enum):
-    """Orders in which requests are served."""
+    """Orders in which requests are served: by the arrival of the request, by the arrival of its
+    job, or by the service that its job has attained so far (PLAS)."""
 
     ARRIVAL = "arrival"
     JOB = "job"
@@ -57,7 +59,7 @@ class Ordering:
         self._rank[job] = rank
 
     def asked(self, job: str, request_id: str, now: float) -> int:
-        """Return the priority of an arriving turn's request."""
+        """Record that a turn's request has arrived, and return its priority."""
         self._waiting[request_id] = (job, now)
         if self._order is Order.JOB:
             return self._rank[job]
@@ -77,7 +79,10 @@ class Ordering:
         return max(0, math.ceil(math.log2(served / FIRST_QUANTUM_S))) if served > 0 else 0
 
     def put_starved_first(self, scheduler: Any, now: float) -> None:
-        """Move starving requests to the front of vLLM's queue. Only for ``Order.ATTAINED``."""
+        """Move the requests of jobs that have waited too long (see ``STARVED``) to the front of
+        vLLM's queue, at most every ``CHECK_EVERY_S`` seconds. With other orders than
+        ``Order.ATTAINED``, does nothing.
+        """
         if self._order is not Order.ATTAINED or now - self._checked_at < CHECK_EVERY_S:
             return
         self._checked_at = now

@@ -17,8 +17,8 @@ from tiered_kv.policies.tier_choice import Occupancy, unpriced, without_pin
 
 
 class Clairvoyant(StatelessPolicy):
-    """The upper bound of all policies: pins for exactly the gap X if the pin saves at least what it
-    costs, B >= λ X.
+    """The upper bound of all policies: knows the gap X, and pins for exactly that time if the pin's
+    benefit B is at least its cost, B >= λ X, where λ is the price of VRAM.
 
     Attributes:
         gap_s: gap after the turn that is decided next, seconds.
@@ -58,8 +58,8 @@ class KnownGaps(Clairvoyant):
 
 
 class KnownJobs(JobForecast):
-    """Knows how many turns every job of a workload takes, and how long its longest context will be.
-    The context is assumed to grow evenly.
+    """Forecast that knows how many turns every job of a workload takes, and how long its longest
+    context will be. The context is assumed to grow evenly.
 
     Args:
         jobs: jobs of the workload, sub-agents included.
@@ -93,7 +93,8 @@ class KnownJobs(JobForecast):
 
 
 class Unpinned(Occupancy):
-    """Variant that pins nothing. Contexts that would be pinned go to another tier."""
+    """Variant of the default policy that pins nothing. Contexts that the default policy would pin
+    go to another tier."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         found = super().decide(turn, costs)
@@ -104,14 +105,15 @@ class Unpinned(Occupancy):
 
 
 class Late(Occupancy):
-    """Variant that promotes no pages to CPU memory before their job returns."""
+    """Variant of the default policy that never promotes pages before their job returns."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return replace(super().decide(turn, costs), back_s=None)
 
 
 class Blind(Occupancy):
-    """Variant that knows nothing about gaps: neither the tool nor earlier gaps."""
+    """Variant of the default policy that knows nothing about gaps: neither the tool nor earlier
+    gaps."""
 
     reads_tools: ClassVar[bool] = False
 

@@ -16,7 +16,7 @@ only the request's partial last block is recomputed.
 ``StaticBatchScheduler`` has static batches, as was usual before Orca (Yu et al., OSDI 2022) let
 requests join at every step. When no request is running, the waiting requests form a batch, up to
 the limit of running requests. No other request starts before the whole batch has finished. Each
-answer is sent when it is complete, not when the batch is.
+answer is sent when that answer is complete, not when the whole batch has finished.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ block."""
 
 
 class _WithinReach:
-    """Mixin that limits the blocks of running requests, for both of vLLM's schedulers."""
+    """Mixin that limits the blocks of running requests, for both of vLLM's schedulers.
+
+    Raises:
+        ValueError: ``reach_blocks`` is missing, or not a number from 2 to the pool's size.
+    """
 
     kv_cache_manager: Any
 
@@ -52,7 +56,7 @@ class _WithinReach:
 
 
 class ReachScheduler(_WithinReach, Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler with a pool without eviction."""
+    """vLLM's scheduler with a pool that never evicts, and limited blocks for running requests."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the asynchronous variant where vLLM would choose its own asynchronous
@@ -64,7 +68,7 @@ class ReachScheduler(_WithinReach, Scheduler):  # type: ignore[misc]
 
 
 class AsyncReachScheduler(_WithinReach, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's asynchronous scheduler with a pool without eviction."""
+    """vLLM's asynchronous scheduler with the same pool and limit as ``ReachScheduler``."""
 
 
 class StaticBatchScheduler(Scheduler):  # type: ignore[misc]

@@ -10,18 +10,18 @@ of ``TIERED_KV_POLICY``, or any ``module:Class``, run the connector. The other b
 - ``lmcache``: CPU memory, filled as KV is computed and evicted in LRU order; restores in chunks of
   256 tokens, before the step that needs them.
 - ``clairvoyant``: knows each gap and pins for exactly that time.
-- ``infinite``: stock vLLM with a pool that holds everything.
+- ``infinite``: stock vLLM with a pool that holds all KV.
 - ``in-batches``: stock vLLM with static batches, see ``schedulers``.
 - ``reach``: ``infinite``, but no more contexts run concurrently than the machine's pool holds.
   ``job-reach``: the same, in the order in which jobs arrived.
 
-``occupancy`` runs ``ContinuumScheduler``, and ``occupancy-alone`` the connector under vLLM's
-scheduler. ``occupancy-patient`` assumes clients that never time out, as ``thunderagent`` requires.
-``occupancy-open`` holds no job back, ``occupancy-unpinned`` pins nothing, ``occupancy-late``
-promotes nothing before a job returns, and ``occupancy-blind`` makes the same forecast for every
-gap. ``occupancy-orphans`` does not know which job started a sub-agent. ``occupancy-knowing`` knows
-each job's number of turns and its longest context. ``continuum`` and ``continuum-fixed`` serve
-requests in job order, as in their paper. ``lru+cpu`` is plain offloading.
+``occupancy`` runs the connector under ``ContinuumScheduler``, and ``occupancy-alone`` runs it under
+vLLM's own scheduler. ``occupancy-patient`` assumes clients that never time out, as ``thunderagent``
+requires. ``occupancy-open`` holds no job back, ``occupancy-unpinned`` pins nothing,
+``occupancy-late`` promotes nothing before a job returns, and ``occupancy-blind`` makes the same
+forecast for every gap. ``occupancy-orphans`` does not know which job started a sub-agent.
+``occupancy-knowing`` knows each job's number of turns and its longest context. ``continuum`` and
+``continuum-fixed`` serve requests in job order, as in their paper. ``lru+cpu`` is plain offloading.
 """
 
 from __future__ import annotations
@@ -127,10 +127,11 @@ BASES = (*_STOCK, *_CONNECTOR)
 
 
 def server(name: str) -> Server:
-    """Return the server of that name.
+    """Return the server with this name; see the module docstring.
 
     Raises:
-        ValueError: there is no such server. The message lists valid names.
+        ValueError: there is no such server, or stock vLLM cannot have the tiers.
+        ConfigError: the eviction rule, or a policy given as ``module:Class``, does not exist.
     """
     tiered, at, rule = name.partition("@")
     base, *tiers = tiered.split("+")

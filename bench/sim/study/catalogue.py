@@ -85,7 +85,7 @@ def sweep(
 
 
 def scheduling(traces: str) -> Study:
-    """Continuum's benchmark on two small GPUs: without offloading, with space for everything in CPU
+    """Continuum's benchmark on two small GPUs: without offloading, with space for all KV in CPU
     memory, and with little CPU memory."""
     every = WITHOUT_OFFLOAD + WITH_OFFLOAD
     capped = replace(AMPLE, cpu_gib=LITTLE_DRAM_GIB)
@@ -112,8 +112,8 @@ def limits(traces: str) -> Study:
 
 
 def hybrid(traces: str) -> Study:
-    """Coding agents on a model with states and full attention. The study is small enough to run in
-    minutes.
+    """Coding agents on a model with Mamba layers and full attention. The study is small enough to
+    run in minutes.
     """
     place = Place("rtx4090-24", HYBRID, cpu_gib=16.0, ssd_gib=64.0)
     servers = ("occupancy", *WITH_OFFLOAD, "lru+cpu+ssd", "occupancy+cpu+ssd")
@@ -149,7 +149,7 @@ def folds(traces: str, seeds: Sequence[int] = FOLD_SEEDS) -> Study:
 
 def fold(place: Place, source: Source, tiers: str = "") -> Group:
     """Return a fold: the default policy, the default policy without admission control, the other
-    policies, and the bound.
+    policies, and the bound ``job-reach``.
 
     Args:
         tiers: tiers of all policies, such as ``+cpu``.
@@ -224,7 +224,7 @@ def ssd(traces: str) -> Study:
 
 
 def batches(traces: str) -> Study:
-    """vLLM's limits per step: tokens, requests, and tokens of a long prompt."""
+    """Effect of vLLM's limits per step: tokens, requests, and tokens of a long prompt."""
     places = {
         "8,192 tokens per step": H100,
         "2,048 tokens per step": replace(H100, batched_tokens=2_048),
@@ -306,8 +306,8 @@ def basics(traces: str) -> Study:
 
 
 def families(traces: str) -> Study:
-    """Value of knowing which job started a sub-agent: mean job times, with an SSD that keeps
-    everything."""
+    """Value of knowing which job started a sub-agent: mean job times, with an SSD that holds all
+    KV."""
     source = Source(FAMILIES, 24, traces)
     cases = (
         Case("families", "occupancy+cpu+ssd"),

@@ -117,7 +117,9 @@ class Source:
     traces: str = ""
 
     def jobs_for(self, place: Machine, seed: int) -> Workload:
-        """Return the jobs for a seed, without jobs that do not fit on the machine."""
+        """Return the jobs for a seed, without jobs that do not fit on the machine. ``FAMILIES`` has
+        only jobs that start sub-agents.
+        """
         made = self.workload not in RECORDED
         every = (
             generate(self.workload, self.jobs, seed) if made else coding_agents(Path(self.traces))

@@ -54,8 +54,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _loads_table(scene: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return a table of the mean completion time and P95 in seconds, and the fraction of the gap
-    closed, of each policy at each load.
+    """Return a table with the mean and P95 of completion times in seconds, and the fraction of the
+    gap between stock vLLM and infinite VRAM that is closed, for each policy at each load.
     """
     workload, gpu, model, cpu = scene
     loads = sorted({row["load"] for row in rows})
@@ -125,7 +125,8 @@ def plot(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draw a result as PNG and SVG. Existing files are replaced. Returns the paths.
 
     A sweep over loads yields a figure per scene: mean, P95 and speed-up over FCFS by load, and the
-    sources of prompt tokens at the highest load. Cases yield one bar chart with intervals.
+    sources of prompt tokens at the highest load. A study of one question yields one bar chart of
+    its cases, with intervals.
 
     Raises:
         PlotError: matplotlib is not installed, or there is nothing to draw.
@@ -205,7 +206,9 @@ def _draw_tiers(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_bars(result: Mapping[str, Any], base: Path) -> list[Path]:
-    """Draw a panel per group. Groups with the same cases share a scale."""
+    """Draw a bar chart with a panel per group. If all groups have the same cases, all panels share
+    a scale. Returns the paths of the files.
+    """
     groups = dict[str, list[Row]]()
     for row in result["rows"]:
         groups.setdefault(row["group"], []).append(row)

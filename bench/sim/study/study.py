@@ -232,6 +232,9 @@ def first_guess(scene: Scene, alone_s: float) -> float:
 def search(guess: float) -> Generator[float, bool, float]:
     """Yield rates, and receive whether each is stable. Returns the highest stable rate, within a
     factor of ``STEP``. Rates are powers of ``STEP``, so that stored runs can be reused.
+
+    Raises:
+        ValueError: no stable or no unstable rate was found near ``guess``.
     """
     at: float = round(math.log(guess) / math.log(STEP))
     low, high = -math.inf, math.inf

@@ -20,7 +20,8 @@ EXAMPLES = {
     "<url>": "https://a",
     "<n>": "1",
 }
-"""Words that replace the masks of a recorded command. Masking a word yields the same mask again."""
+"""Words that replace the masks in a recorded command. A trace contains masks in place of paths,
+texts and numbers. Masking a word yields the same mask again."""
 SAYS_LAST = (StoryEnd.OVER, StoryEnd.NO_GAP)
 
 
@@ -138,7 +139,7 @@ def _shared_tokens(jobs: Sequence[RecordedJob], block: int) -> Iterator[int]:
     A job shares the tokens that its first turn found. A job that found no tokens may have been the
     first, its shared prefix may have been evicted, or it may share nothing. If at least half of a
     client's jobs found tokens, such a job is assumed to share the smallest number found. Tokens
-    found by a job that started before the trace may be its own.
+    found by a job that started before the trace may be its own, so they do not count.
     """
     by_client: dict[str, list[int]] = defaultdict(list)
     found = [_found(job.turns[0]) if job.turns[0].turn == 1 else 0 for job in jobs]

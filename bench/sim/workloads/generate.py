@@ -8,9 +8,9 @@ exist:
   with a median of 0.24 s. Every tenth runs tests or builds, for 8 to 60 s.
 - ``chat``: people who read and type. The median gap is half a minute.
 - ``mixed``: half ``swe-agent``, half ``chat``.
-- ``burst``: ``original``, twenty jobs at a time.
+- ``burst``: ``original``, with jobs that arrive twenty at a time.
 - ``turns-4`` to ``turns-32``: ``original`` with that many turns. One gap in seven is long, and
-  at least one.
+  every job has at least one long gap.
 - ``rollouts``: a reinforcement learning step. Jobs of ``swe-agent``, eight per prompt, all start
   together, and the step ends with the last job.
 - ``wrong-hints``, ``no-hints``: ``original`` with clients that send wrong hints or none.

@@ -9,7 +9,9 @@ A session is split at gaps of over ten minutes, because the user was away; the r
 job. It is also split where a gap, or the number of tokens shared with the previous request, is
 null, and at a request without tokens, which is left out. A sub-agent's requests from the first null
 on are left out. A sub-agent of unknown duration is left out, and its time is part of its parent's
-gap. Everything that is left out is counted.
+gap. A job with fewer than three turns is left out. All of these are counted. A job's turns after
+``MOST_TURNS``, sub-agents after a job's last turn, and sessions marked as duplicates are left out
+without being counted.
 """
 
 from __future__ import annotations
@@ -148,7 +150,7 @@ def _rows(record: Row) -> list[Row]:
 
 
 def _known_ones(asked: Sequence[Row]) -> Iterator[Row]:
-    """Yield a sub-agent's requests up to the first incomplete one."""
+    """Yield a sub-agent's requests before the first incomplete request."""
     for at, row in enumerate(asked):
         if _lacks_tokens(row) or (at and _is_apart(row)):
             return

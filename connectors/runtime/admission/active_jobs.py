@@ -1,4 +1,4 @@
-"""The jobs that have started, and their projected peak of blocks.
+"""The jobs that have started, and the projected peak of the blocks that they need.
 
 A job has *started* once one of its turns was allocated blocks. From then on each of its turns
 *runs* from its arrival to its end. A job that started earlier is *older*. A job that may have ended
@@ -36,18 +36,18 @@ from tiered_kv.policies.distribution import Forecast
 from tiered_kv.policies.jobs.silence import ReturnRate, soon_chance
 
 LEAST_CHANCE, LEAST_SILENCE_S = 0.05, 30.0
-"""A job that has been silent for ``LEAST_SILENCE_S`` seconds, and needs its blocks soon with a
-probability below ``LEAST_CHANCE``, is presumed to have ended until it returns."""
+"""A job is presumed to have ended, until it returns, if it has been silent for ``LEAST_SILENCE_S``
+seconds and the chance that it needs its blocks soon is below ``LEAST_CHANCE``."""
 SILENT_TIMES = 8.0
-"""Without a forecast, a job is presumed to have ended after this many mean gaps
-(``TurnPace.gap_s``)."""
+"""A job without a gap forecast and without a pin is presumed to have ended after a silence of this
+many mean gaps (``TurnPace.gap_s``), but not before ``LEAST_SILENCE_S``."""
 
 MOST_SILENT = 1024
 """Maximum number of dormant jobs kept per client, and maximum number of clients. The job that has
 been away longest, or the client that has been inactive longest, is forgotten first."""
 SILENT_OF_ALL = 8192
-"""Maximum number of dormant jobs, divided equally among the clients, because one client can invent
-any number of salts."""
+"""Maximum number of dormant jobs in total, divided equally among the clients, because one client
+can invent any number of salts."""
 
 
 @dataclass(slots=True)
@@ -62,8 +62,8 @@ class ActiveJob:
         start: hash of its first block, which is the same for all jobs that share blocks with it;
             empty if ``shared`` is 0.
         asked: when its last turn arrived, seconds.
-        since: when its last finished turn ended, seconds.
-        ended: unshared blocks of its context when its last turn ended.
+        since: when its last finished turn ended, seconds; until then, when the job started.
+        ended: unshared blocks of its context when its last turn ended; 0 until then.
         grown: number of blocks that its turns after the first have added.
     """
 
@@ -83,7 +83,7 @@ class Scope:
     """A client: the jobs of one ``cache_salt``.
 
     Attributes:
-        silent: jobs that may have ended.
+        silent: the client's dormant jobs.
         returns: record of how often the client's jobs return after a turn.
     """
 
@@ -109,8 +109,8 @@ class Scopes:
         return scope
 
     def add_silent(self, job: JobKey, member: ActiveJob) -> None:
-        """Store a dormant job. If the client then has more dormant jobs than its share, those that
-        have been away longest are dropped."""
+        """Store a dormant job. If the client then has more dormant jobs than ``MOST_SILENT`` or
+        than its share of ``SILENT_OF_ALL``, the jobs that have been away longest are dropped."""
         silent = self.of(job).silent
         silent[job] = member
         most = max(1, min(MOST_SILENT, SILENT_OF_ALL // len(self._by_salt)))
@@ -120,7 +120,7 @@ class Scopes:
 
 class SharedStarts:
     """Jobs that begin with the same blocks, which are their *start*. Each block of a start is
-    counted for one of its jobs. Used on one thread."""
+    counted for only one of its jobs. Used on one thread."""
 
     def __init__(self) -> None:
         self._sizes: dict[bytes, int] = {}
@@ -129,8 +129,8 @@ class SharedStarts:
     def count_all(
         self, members: Mapping[JobKey, ActiveJob], demands: Mapping[JobKey, JobDemand]
     ) -> None:
-        """Count all shared blocks again. The blocks of a start are weighted by the highest chance
-        among its jobs."""
+        """Count all shared blocks again. The blocks of a start are weighted by the highest chance,
+        among its jobs, that a job needs its blocks soon."""
         self._sizes, self._counts = {}, {}
         needed: dict[bytes, float] = {}
         for key, member in members.items():
@@ -190,8 +190,8 @@ class ActiveJobs:
 
     Attributes:
         job_forecast: forecasts the remaining course of jobs.
-        cadence: regularity of their turns.
-        pace: durations of their turns and gaps.
+        cadence: mean and spread of the time between the arrivals of a job's turns.
+        pace: durations of the jobs' turns and gaps.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class ActiveJobs:
         self._starts = SharedStarts()
         self._changed: dict[JobKey | str, None] = {}  # changed since they were counted
         self._counted: dict[JobKey, JobDemand] = {}  # as last counted
-        self._uncounted: list[JobKey] = []  # what the full count under way has yet to count
+        self._uncounted: list[JobKey] = []  # jobs that the current full count has not reached
         self._counted_until = -math.inf
 
     def __len__(self) -> int:
@@ -238,7 +238,8 @@ class ActiveJobs:
         return iter(self._members.items())
 
     def goes_on(self, job: JobKey) -> float:
-        """Return the chance that a job returns after a turn that was not declared the last."""
+        """Return the chance that a job returns after a turn that the client did not declare to be
+        the job's last."""
         return self._scopes.of(job).returns.share
 
     # -- job events ---------------------------------------------------------------------
@@ -254,7 +255,8 @@ class ActiveJobs:
         return True
 
     def on_arrived(self, job: JobKey, turn: Turn) -> None:
-        """Record a further turn of a job that has started."""
+        """Record the arrival of a further turn of an active job. Raises KeyError if the job is not
+        active; ``reactivate`` makes a dormant job active."""
         member, now = self._members[job], self._clock()
         if not member.running:
             self.pace.on_gap(now - member.since)
@@ -276,12 +278,12 @@ class ActiveJobs:
         self._shared.observe(shared)
 
     def on_turn_started(self, job: JobKey) -> None:
-        """Record that a further turn was allocated its first blocks."""
+        """Record that a further turn of an active job was allocated its first blocks."""
         self._members[job].turns += 1
         self._changed[job] = None
 
     def on_joined(self, job: JobKey, turn: Turn) -> None:
-        """Record a turn that arrived before its job started, now that the job has started."""
+        """Record a turn that arrived before its job started. Call once the job has started."""
         self._changed[job] = None
         self._runs(self._members[job], turn)
 
@@ -290,7 +292,7 @@ class ActiveJobs:
         member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
 
     def on_ended(self, job: JobKey, turn: Turn, *, over: bool, gone: bool) -> None:
-        """Record that a turn finished.
+        """Record that a turn finished. Does nothing if the job is not active.
 
         Args:
             over: True if the turn's job has finished too.
@@ -320,7 +322,7 @@ class ActiveJobs:
 
     def on_over(self, job: JobKey) -> bool:
         """Record that the job has no further turn, or is no longer expected. Returns True if the
-        job took space."""
+        job was active, and thus took space."""
         self._scopes.of(job).silent.pop(job, None)
         member = self._members.pop(job, None)
         if member is None:
@@ -330,9 +332,10 @@ class ActiveJobs:
         return True
 
     def _chances(self, jobs: Iterable[JobKey], now: float) -> dict[JobKey, float]:
-        """Return the chance that each of these active jobs needs its blocks soon. Jobs that may
-        have ended become dormant, because clients may leave without notice, and their pins become
-        the first to be released."""
+        """Return the chance that each of these active jobs needs its blocks soon. If the chance is
+        below ``LEAST_CHANCE``, the job's pin becomes one of the first to be released. If the job
+        has also been silent for ``LEAST_SILENCE_S``, it becomes dormant and is left out of the
+        result, because clients may leave without notice."""
         chances = {key: self._chance(key, self._members[key], now) for key in jobs}
         for key in [key for key, chance in chances.items() if chance < LEAST_CHANCE]:
             self._pins.devalue(key)
@@ -370,12 +373,14 @@ class ActiveJobs:
         return self._facts.mean_blocks(tokens) + self._output.mean
 
     def demand_of_new(self, turn: Turn) -> JobDemand:
-        """Return the demand of a new job: its unshared blocks in the first turn, and later."""
+        """Return the expected demand of a new job: its unshared blocks in its first turn, and the
+        blocks that later turns add."""
         job = turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")
         return JobDemand(self.need_of_new(turn), *self.job_forecast.ahead(job, 1, 0.0))
 
     def need_of_new(self, turn: Turn) -> float:
-        """Return the number of unshared blocks of a new job in the first turn."""
+        """Return the expected number of unshared blocks of a new job in its first turn, at least
+        1."""
         return max(1.0, self._blocks_of(turn) - self._shared.mean)
 
     def enters(self, request_id: str, demand: JobDemand) -> None:
@@ -391,7 +396,7 @@ class ActiveJobs:
 
     @property
     def entering(self) -> Collection[str]:
-        """Requests of new jobs that were admitted and have no blocks yet."""
+        """Ids of the requests of new jobs that were admitted and have no blocks yet."""
         return self._entering.keys()
 
     def peak(
@@ -403,7 +408,7 @@ class ActiveJobs:
 
         Args:
             salt: client whose job would be admitted. Contexts of other clients between turns count
-                only up to an equal share of the space per client.
+                only up to an equal share of the space per client. None counts them in full.
         """
         self._count()
         peak = self._demand.peak(more, anywhere=anywhere)
@@ -412,8 +417,9 @@ class ActiveJobs:
         return peak - self._fair.of_others(salt, anywhere=anywhere)
 
     def most(self, more: JobDemand = NO_DEMAND) -> Blocks:
-        """Return upper bounds of :meth:`peak` with the demand ``more``, in VRAM and anywhere. They
-        are much cheaper to compute than the peak, and suffice while the jobs fit."""
+        """Return upper bounds of :meth:`peak` with the demand ``more``, both in VRAM and in VRAM
+        and CPU memory together. The bounds are much cheaper to compute than the peak, and suffice
+        while the jobs fit."""
         self._count()
         own = most_of(more)
         return Blocks(

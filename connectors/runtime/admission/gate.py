@@ -1,10 +1,10 @@
 """Holds new jobs back while their contexts would not fit into any tier.
 
 A new job waits until its working set, together with the working sets of the active jobs, fits into
-VRAM, CPU memory or a lower tier. It does not wait while the engine is idle, nor beyond the
+VRAM, CPU memory or a lower tier. It does not wait while the engine is idle, nor for longer than the
 admission limit. Nor does it wait if recomputing the contexts that it displaces costs the other
-requests no more time than a turn and its gap take. A turn is *new* until a turn of its job has
-been allocated blocks. A job that has started is never held back.
+requests no more time than a turn and its gap take. A turn is *new* until a turn of its job has been
+allocated blocks. A job that has started is never held back.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def may_wait(waited_s: float, longest_s: float, *, idle: bool) -> bool:
     or if it has already waited for ``longest_s``.
 
     Args:
-        longest_s: the limit, seconds.
+        longest_s: maximum wait of a turn, seconds.
         idle: True if no other turn has blocks or was admitted.
     """
     return not (idle or waited_s >= longest_s)
@@ -77,9 +77,10 @@ def is_settled(refused_s: float, *, changed: bool) -> bool:
 def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
     """True if a new job fits.
 
-    It fits if CPU memory or the lower tier has space for all blocks, from where they are restored.
-    It also fits if VRAM has space for the blocks needed at the same time, and VRAM or CPU memory
-    has space for all blocks. Without CPU memory, only the blocks needed at the same time count.
+    It fits if CPU memory or a lower tier has space for the blocks of all jobs, because they can be
+    restored from there. It also fits if VRAM has space for the blocks needed at the same time, and
+    VRAM or CPU memory has space for the blocks of all jobs. Without CPU memory, only the blocks
+    needed at the same time count.
 
     Args:
         peak: projected peak of VRAM blocks of all jobs, including the new one.
@@ -93,15 +94,15 @@ def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
 
 
 def overflow(room: Room, peak: float, peak_anywhere: float) -> float:
-    """Return the number of blocks of contexts that exceed CPU memory or, without it, VRAM. Takes
-    the same arguments as ``fits``."""
+    """Return the number of context blocks that do not fit into CPU memory or, without CPU memory,
+    into VRAM. Takes the same arguments as ``fits``."""
     if room.cpu:
         return max(0.0, peak_anywhere - min(1.0, room.share) * room.cpu)
     return max(0.0, peak - room.share * room.vram)
 
 
 def gives_too_little(*, free: int, need: float, loose: float) -> bool:
-    """True if a new job is held back although unclaimed blocks are free.
+    """True if so many unclaimed blocks are free that holding a new job back leaves VRAM underused.
 
     Args:
         free: number of free blocks.
@@ -126,7 +127,7 @@ class Admission:
         jobs: jobs that have started.
         overcommit: adapts the fraction of the pool that is committed.
         refused: number of new jobs that had to wait.
-        held: requests of jobs that are held back.
+        held: ids of the requests that are held back.
     """
 
     def __init__(
@@ -163,7 +164,8 @@ class Admission:
         """Register an arriving turn of a started job, or of a new job, which may be held back.
 
         Returns:
-            True if its job was dormant. The job is now the youngest.
+            True if the turn's job was dormant. The job is now the youngest. False if admission
+            control is off.
         """
         if not self._counts:
             return False
@@ -173,7 +175,7 @@ class Admission:
         turn.hold.was_dormant = back
         if job in self.jobs:
             self.jobs.on_arrived(job, turn)
-        else:  # a job that has started may wait for its child
+        else:  # a parent that has started may wait for this child
             parent = turn.job.parent if turn.job is not None else None
             turn.hold.new = parent is None or parent not in self.jobs
         return back
@@ -191,7 +193,7 @@ class Admission:
         self.jobs.on_turn_started(job)
         if turn.gap.kept and not turn.hold.was_dormant:  # space is not kept for dormant jobs
             found, whole = turn.found_tokens, turn.pages.shared_tokens
-            lost = whole - found if found + unit < whole else 0  # its last block may be missing
+            lost = whole - found if found + unit < whole else 0  # the last block may be missing
             pool = self._facts.pool_tokens
             self.overcommit.returned((whole - lost) / pool, lost / pool)
 
@@ -203,8 +205,8 @@ class Admission:
         self.jobs.on_joined(_job_of(turn), turn)
 
     def on_ended(self, turn: Turn) -> None:
-        """Record that a turn finished, and its job too if this was its last turn. A client that got
-        no answer has disconnected, perhaps for good."""
+        """Record that a turn finished, and its job too if this was the job's last turn. If the
+        request was not answered, its client has disconnected, perhaps for good."""
         if not self._counts:
             return
         self._settled(turn)
@@ -225,8 +227,8 @@ class Admission:
     # -- whether a new job may start -------------------------------------------------------
 
     def holds(self, turn: Turn, *, behind: bool = False) -> bool:
-        """True if a turn of a new job must wait for space, or ``behind`` other jobs that arrived
-        earlier. Always False once the job was admitted."""
+        """Return True if a turn of a new job must wait: for space or, with ``behind``, for jobs
+        that arrived earlier. Otherwise admit the job. Always False for a job that has started."""
         if not turn.hold.new:
             return False
         if behind:

@@ -1,8 +1,8 @@
 """The order of requests by their jobs: which request is admitted next, is held back, or is
 preempted.
 
-If the engine runs ``ContinuumScheduler``, the scheduler queries this order; otherwise ``match``
-does.
+If the engine runs ``ContinuumScheduler``, the scheduler queries this order; otherwise
+``SchedulerHalf.match`` does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MOST_HELD_IN_QUEUE = 8
 prefix of each such job in every step."""
 MOST_LET_IN = 64
 """Maximum number of jobs that one step admits because ``MOST_HELD_IN_QUEUE`` newer ones are held
-back. Beyond it, that step holds back no further jobs, because the engine stops at the first request
-that finds no blocks."""
+back. Beyond this number, that step holds back no further jobs, because the engine stops at the
+first request that finds no blocks."""
 TIGHT_TOKENS = 4096
 """Free space, in tokens, below which the order of preemption matters, because the prefills of one
 step may need that much. One block per running request is needed in addition."""
@@ -67,18 +67,20 @@ class JobQueue:
         self._prefill_blocks = TIGHT_TOKENS // engine.facts.block_size
         self._clock = engine.clock
         self._held: dict[str, None] = {}  # in the engine's queue, longest held first
-        self._let_in, self._let_in_at = 0, -1  # jobs admitted from it in a step, and that step
-        self._salts: set[str] = set()  # of parked requests; may include more
+        self._let_in, self._let_in_at = 0, -1  # jobs admitted from ``_held`` in that step
+        self._salts: set[str] = set()  # salts of parked requests, and perhaps others
         self._order_until = math.inf  # when the next waiting request becomes overdue
 
     @property
     def held(self) -> Sequence[str]:
-        """Requests held back in the engine's own queue, longest first."""
+        """Ids of the requests held back in the engine's own queue; the request held back longest
+        comes first."""
         return tuple(self._held)
 
     def holds(self, request_id: str, *, behind: bool = False) -> bool:
-        """True if a request of a new job has to wait for space, or ``behind`` other jobs that
-        arrived earlier. A small job does not overtake."""
+        """True if a request of a new job has to wait for space or, with ``behind``, for jobs that
+        arrived earlier, so that a small job does not overtake a large one. False for an unknown
+        request."""
         turn = self._turns.get(request_id)
         if turn is None or self._lets_all_in:
             return False
@@ -86,13 +88,15 @@ class JobQueue:
 
     def lets_overdue_in(self, request_id: str) -> bool:
         """Admit a held-back request that has waited for the maximum time, regardless of order.
-        Returns False if the request has not waited for that long."""
+        Returns False if the request has not waited for that long, and True for an unknown
+        request."""
         turn = self._turns.get(request_id)
         return turn is None or self._lets_all_in or self._admission.lets_overdue_in(turn)
 
     def holds_in_queue(self, turn: Turn, step: int) -> bool:
         """True if the engine must ask again later whether to run a new job's turn. At most
-        ``MOST_HELD_IN_QUEUE`` new jobs stay in the engine's queue.
+        ``MOST_HELD_IN_QUEUE`` new jobs are held back in the engine's queue: beyond that, the job
+        that was held back longest is admitted.
 
         Args:
             step: number of the engine's step.
@@ -131,8 +135,8 @@ class JobQueue:
 
     def in_parked_order(self, parked: Iterable[str]) -> list[str]:
         """Sort held-back requests in the order in which they are admitted. Turns of started jobs
-        come first, by the start of their jobs. New jobs follow: first those of the salt with the
-        fewest blocks, then by arrival."""
+        come first, by the start of their jobs. New jobs follow: first the jobs of the client with
+        the fewest blocks, then by arrival."""
         arrivals = {request_id: self._fairness.arrived_at(request_id) for request_id in parked}
         by_arrival = sorted(arrivals, key=arrivals.__getitem__)
         salts = {request_id: self._salt(request_id) for request_id in by_arrival}

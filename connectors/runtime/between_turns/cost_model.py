@@ -51,7 +51,7 @@ class CostModel:
 
     def on_admitted(self, turn: Turn) -> None:
         """Record how long an admitted turn was queued, and how much of its KV outside VRAM still
-        existed. Ignores turns whose KV had stayed in VRAM."""
+        existed. Ignores turns whose KV had stayed in VRAM, and turns that searched lower tiers."""
         unit, in_vram = self._engine.facts.hit_tokens, turn.vram_tokens
         # The last token is always computed, because its logits are needed.
         had = min(turn.pages.shared_tokens, turn.request.num_prompt_tokens - 1)
@@ -154,7 +154,8 @@ class PrefillTimer:
         self._not_yet = 2 if ahead else 0
 
     def on_started(self, turn: Turn, now: float, *, whole: bool) -> None:
-        """Start timing a prefill of the tokens that were not found in VRAM or CPU memory.
+        """Start timing a prefill of the tokens that were not found in VRAM or CPU memory. Prefills
+        of fewer than ``FEWEST_TOKENS`` tokens are not measured.
 
         Args:
             whole: False if part of these tokens was computed before, or other tokens are computed
@@ -170,8 +171,8 @@ class PrefillTimer:
             self.running.append(_Prefill(turn, now, behind, tokens, measured, self._not_yet))
 
     def poll(self, now: float) -> None:
-        """Measure the prefills that have finished. Call once per step, when the step is
-        scheduled."""
+        """Record the first token's time and, if measured, the duration of each prefill that has
+        finished. Call once per step, when the step is scheduled."""
         still = []
         for prefill in self.running:
             request, start = prefill.turn.request, prefill.turn.start

@@ -14,7 +14,8 @@ from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.distribution import Forecast
 
 LONGEST_S = 4 * 3600.0
-"""Time of silence after which a job is no longer expected, seconds. Its gap is then censored."""
+"""Time of silence after which a job is no longer expected, seconds. Its gap is then closed as
+censored, because only a lower bound of its length is known."""
 MOST_CHILDREN = 256
 """Maximum number of children of a job that are tracked."""
 MOST_OPEN = 8192
@@ -37,7 +38,8 @@ class PrefixSketch:
         return cls(tuple(block_hashes[SKETCH_EVERY - 1 :: SKETCH_EVERY]))
 
     def common_blocks(self, other: PrefixSketch) -> int:
-        """Return the length of the common prefix in blocks, a multiple of ``SKETCH_EVERY``."""
+        """Return the length of the common prefix in blocks of ``hash_tokens`` tokens, a multiple of
+        ``SKETCH_EVERY``."""
         return SKETCH_EVERY * bisect_left(
             range(min(len(self.hashes), len(other.hashes))),
             True,
@@ -46,8 +48,8 @@ class PrefixSketch:
 
 
 class Retention(NamedTuple):
-    """Key of a retained context in the eviction order. A job's own entry in that order has its
-    ``JobKey``.
+    """Key of a retained context in the eviction order. The entry of the job's last context has the
+    job's ``JobKey`` as its key.
 
     Attributes:
         job: the job whose context is retained; its name is empty if the hint named only pages.
@@ -72,8 +74,9 @@ class OpenGap:
         sketch: sketch of the context.
         save: order after which all pages are in CPU memory; None if they already are.
         since: when the turn ended, seconds on the scheduler's clock.
-        news_at: time from which the times of the gap's last decision count: the start of the gap,
-            the start of the first child, the end of the last child, or a client's revision.
+        news_at: moment from which the durations in the gap's last decision are counted, seconds on
+            the scheduler's clock: when the gap started, the first child started, the last child
+            ended, or a client revised the gap.
         learned: if a client revised the gap, the turn's end and the time from which the policy
             learns the gap's length, because a revision must not be learned as a shorter gap;
             otherwise None.

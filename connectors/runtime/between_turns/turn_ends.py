@@ -49,14 +49,15 @@ from .open_gaps import MOST_CHILDREN, OpenGap, OpenGaps, PrefixSketch
 from .turn_log import TurnLog
 
 PROVISIONAL_S = 2.0
-"""Maximum time that a turn is pinned while its tool call is being read, seconds. Without a pin its
-blocks would be lost right after the turn's end."""
+"""Maximum time that a turn's blocks are pinned while its tool call is being read, seconds. Without
+a pin, the blocks would be lost right after the turn's end."""
 MOST_RECENT = 256
 """Number of recent decisions that are kept."""
 
 
 class Kind(NamedTuple):
-    """A type of decision: the class of the gap, None without classes, and the tier."""
+    """A type of decision: the class of the gap (None if the policy has no classes), and the
+    tier."""
 
     gap_class: GapClass | None
     tier: Tier
@@ -92,8 +93,8 @@ class RecentDecisions:
 
 
 SPARE_ENTRIES = 64
-"""Number of stale heap entries that are tolerated beyond one per expected job. They would otherwise
-stay until they are due, and the time that a client names may be days ahead."""
+"""Number of stale heap entries that are tolerated beyond one per expected job. Without a limit,
+stale entries would stay until they are due, and a client may name a time that is days ahead."""
 
 
 class PrefetchQueue:
@@ -111,7 +112,8 @@ class PrefetchQueue:
         return len(self._keys)
 
     def expect(self, job: JobKey, due: float, keys: Sequence[PageKey]) -> None:
-        """Expect the job to return soon after ``due``. Replaces the time of an earlier call."""
+        """Expect the job to return soon after ``due``, with a context of the pages ``keys``.
+        Replaces an earlier call for the job."""
         self._keys[job] = (due, keys)
         heapq.heappush(self._heap, (due, job))
         if len(self._heap) > 2 * len(self._keys) + SPARE_ENTRIES:
@@ -190,8 +192,8 @@ class KvPlacement:
         """Decide where the KV of a finished turn is kept.
 
         Args:
-            away: True if the job's gap opens: the job is not over, no other turn of it is running,
-                and this turn got as far as having KV.
+            away: True if the job's gap opens: the job is not over, none of its turns is running,
+                and the finished turn has KV.
         """
         costs = self._cost_model.costs(end.context_tokens, end.job)
         decision = self._policy.decide(end, costs)
@@ -215,7 +217,7 @@ class KvPlacement:
         if gap is None:
             return None
         gap.unread = False
-        if gap.learned is not None:  # the client's news is later than the tool call
+        if gap.learned is not None:  # the client's revision is later than the tool call
             gap.learned = replace(gap.learned[0], tool=tool), gap.learned[1]
             return gap
         self._decide_again(gap, while_children_run(tool) if gap.children else tool)
@@ -328,8 +330,8 @@ class KvPlacement:
 
 
 IDLE_AHEAD_S = 3600.0
-"""Time by which an engine that becomes idle promotes contexts in advance, seconds. Possibly no hook
-runs during that time."""
+"""Promotion horizon of an engine that becomes idle, seconds: contexts that are due within this time
+are promoted immediately, because possibly no hook runs before they are due."""
 
 
 class Arrival(NamedTuple):
@@ -345,12 +347,12 @@ class Arrival(NamedTuple):
 
 
 class TurnEnds:
-    """Jobs, and the KV of each job between its turns.
+    """Manages the jobs, and where the KV of each job is kept between its turns.
 
     Attributes:
         jobs, responses: known jobs, by key and by their last responses.
         open: open gaps of jobs.
-        prefetch: contexts in lower tiers that are to be promoted in time.
+        prefetch: contexts in lower tiers that are to be promoted before their jobs return.
         decided: recent final decisions.
         at_end: for each job, functions to call once, when the last of its running turns has ended
             and before that turn is reported.
@@ -435,11 +437,14 @@ class TurnEnds:
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved, superseded))
 
     def _supersede(self, job: Job, request: Request) -> int:
-        """Supersede the contexts that a job had left by the end of the turn that this prompt
-        extends. Returns the number of their pages.
+        """Supersede the contexts that a job had already left when the turn that this prompt extends
+        ended, so that pages of only these contexts are evicted first. Returns the number of these
+        pages.
 
-        A request for a title or a classification leaves the conversation as a compaction does, but
-        the client then returns to it. Only a second turn shows that the job has moved on.
+        Both a compaction and a side request, such as one for a title, have a prompt that does not
+        extend the conversation, but after a side request the client returns to the conversation.
+        Only a turn that extends the new prompt shows that the job has left the old context for
+        good.
         """
         extended = [past for past in job.prompts if past.extended_by(request)]
         if not extended:
@@ -488,11 +493,11 @@ class TurnEnds:
             self._pages.order.on_forecast_lost(turn.job.key)
 
     def adopt(self, end: TurnEnd, named: Request, pages: Sequence[PageKey]) -> None:
-        """Adopt a job that was restored or forked. It is now between turns.
+        """Adopt a job that was restored from a snapshot or forked. The job is now between turns.
 
         Args:
-            end: the end of its last turn. It is marked as aborted, because the time that the job
-                was away must not be learned as a gap.
+            end: the end of its last turn; ``end.job`` must not be None. The end is marked as
+                aborted, because the time that the job was away must not be learned as a gap.
             named: a request that never runs, with the job's context as its tokens.
             pages: pages of the context, first to last.
         """
@@ -511,7 +516,8 @@ class TurnEnds:
 
     def on_ended(self, turn: Turn) -> dict[str, Any] | None:
         """Decide where the KV of a finished turn is kept, and carry the decision out. Returns the
-        answer to the client, None if there is none."""
+        report that is added to the client's response; None unless the client named a job or sent KV
+        hints."""
         pages, save, has_kv = turn.save.pages, turn.save.last, turn.has_kv
         job = turn.job
         if job is not None:
@@ -541,7 +547,8 @@ class TurnEnds:
 
     def _found_by_others(self, turn: Turn) -> int:
         """Return the number of pages at the start of a job's first turn that other jobs had
-        computed, and that further jobs may use; 0 for later turns, and with windows or states."""
+        computed, and that further jobs may use; 0 for later turns, and if some group keeps less
+        than the whole context."""
         if turn.number > 1 or self._facts.narrow:
             return 0
         return (turn.source.vram_tokens + turn.source.cpu_tokens) // self._facts.block_size
@@ -596,13 +603,13 @@ class TurnEnds:
             return
         self._known.note(job)
         if not job.running and not turn.source.admitted:
-            self._pins.release(job.key, PinEnd.GIVEN_UP)  # the pin of its last turn
+            self._pins.release(job.key, PinEnd.GIVEN_UP)  # the pin of the job's previous turn
             self._pages.order.on_forecast_lost(job.key)
 
     def give_up(
         self, job: JobKey, why: StoryEnd = StoryEnd.GIVEN_UP, own: Sequence[PageKey] = ()
     ) -> None:
-        """Stop expecting the job.
+        """Stop expecting the job to return: release its pin, and close its gap as censored.
 
         Args:
             own: pages of its last turn that no other job shares.
@@ -619,7 +626,7 @@ class TurnEnds:
     # -- between turns ---------------------------------------------------------------
 
     def apply_tool_calls(self) -> None:
-        """Decide again for the turns whose tool calls were read since the last call."""
+        """Revise the decisions for the turns whose tool calls were read since the last call."""
         for request_id, tool in self._tools.take():
             gap = self._placement.revise(request_id, tool)
             if gap is None or gap.end.job is None:
@@ -679,8 +686,8 @@ class TurnEnds:
         return gap
 
     def end_job(self, job: Job) -> None:
-        """Finish a job between turns, as if its client had declared its last turn to be the last
-        one."""
+        """Finish a job between turns, as if its client had declared in the latest turn that no
+        further turn follows."""
         self.give_up(job.key, StoryEnd.OVER)
         self._known.forget(job.key)
         self._lineage.forget(job.key)
@@ -696,11 +703,11 @@ class TurnEnds:
         return save if save is not None and self._pages.book.under_way(save) else None
 
     def _settle(self, gap: OpenGap) -> None:
-        """Handle a gap's final decision. The pages are shared with other engines, because the job
-        may return to one of them."""
+        """Handle a gap's final decision. Unless the KV is dropped or the turn was aborted, share
+        the pages with other engines, because the job may return to one of them."""
         if gap.decision.tier is not Tier.DROP and not gap.end.aborted:
             self._pages.tiers.share(gap.pages, self._while_saving(gap.save))
-        gap.pages, gap.request_id = (), ""  # a client may have chosen a name of any length
+        gap.pages, gap.request_id = (), ""  # the id may be long, because a client may choose it
         self._tell(gap)
 
     def _gap_over(self, gap: OpenGap) -> None:
@@ -713,7 +720,8 @@ class TurnEnds:
         self.decided.add(gap.decision, self._clock())
 
     def poll(self) -> None:
-        """Do the work that need not be done in every step."""
+        """Promote contexts that are due, give up jobs that have been silent for too long, and save
+        the policy's state if that is due. Need not be called in every step."""
         if self.prefetch:
             self._bring_back(until=self._clock())
         while (late := self.open.oldest_late(self._clock())) is not None:
@@ -721,15 +729,15 @@ class TurnEnds:
         self._policy_state.save_if_due(self._clock())
 
     def on_idle(self) -> None:
-        """Order promotions in advance, because no request is left, and possibly no hook runs for a
-        long time."""
+        """Apply the tool calls that were read, and order promotions in advance, because no request
+        is left and possibly no hook runs for a long time."""
         self.apply_tool_calls()
         if self.prefetch:
             self._bring_back(until=self._clock() + IDLE_AHEAD_S)
 
     def _bring_back(self, until: float) -> None:
         for job, due, pages in self.prefetch.take(until):
-            late = due <= self._clock()  # others wait for this step
+            late = due <= self._clock()  # other requests wait for this step
             first = pages[:PAGES_A_STEP] if late else pages
             ordered = self._pages.promotions.promote_ahead(first, due)
             self._trace.brought_up(job, ordered)
@@ -744,7 +752,7 @@ class TurnEnds:
         self.prefetch = PrefetchQueue()
 
     def close_all(self) -> None:
-        """Stop expecting any job. Idempotent."""
+        """Stop expecting any job that is between turns. Idempotent."""
         for job in self.open.jobs():
             self.give_up(job, StoryEnd.CLOSED)
 

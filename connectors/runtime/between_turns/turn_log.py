@@ -59,7 +59,7 @@ class _Story:
 
 
 class TurnTrace:
-    """Writes the trace. Owns its writer.
+    """Writes the trace of turns. Owns the trace's writer.
 
     Args:
         writer: writes the records; None without a trace.
@@ -100,7 +100,7 @@ class TurnTrace:
 
         Args:
             waits: True if the job is between turns and expected back. Otherwise the record is
-                complete.
+                complete, and is written immediately.
         """
         if self._writer is None:
             return
@@ -155,7 +155,7 @@ class TurnTrace:
             del self._hints[next(iter(self._hints))]
 
     def brought_up(self, job: JobKey, pages: int) -> None:
-        """Record that pages are being promoted for a job that is between turns."""
+        """Record the number of pages that are being promoted for a job between turns."""
         story = self._open.get(job)
         if story is not None:
             story.ahead += pages
@@ -189,7 +189,7 @@ class TurnTrace:
     def _write(self, story: _Story, gap: GapStory) -> None:
         assert self._writer is not None, "a story without a trace"
         begun, end = story.begun, story.gap.end
-        if story.gap.learned is not None:  # before its client revised it
+        if story.gap.learned is not None:  # the end before the client's revision
             end = story.gap.learned[0]
         moves = replace(
             begun.pages,
@@ -229,7 +229,7 @@ def held_s(turn: Turn, now: float) -> float:
     if not turn.hold.refused:
         return 0.0
     until = turn.hold.let_in_at
-    if until is None:  # another turn of its job came first, or all were admitted
+    if until is None:  # another turn of its job was admitted first, or all jobs were
         until = turn.source.admitted_at if turn.source.admitted else now
     return until - turn.arrived_at
 
@@ -313,8 +313,8 @@ class TurnLog:
         return self.trace.dropped + (self.steps.dropped if self.steps is not None else 0)
 
     def turn(self, turn: Turn, gap: OpenGap) -> dict[str, Any] | None:
-        """Report a finished turn. Returns the answer to its client; None unless the client named a
-        job or sent KV hints."""
+        """Report a finished turn. Returns the report that is added to the client's response; None
+        unless the client named a job or sent KV hints."""
         tokens = _tokens(turn)
         came_up = tokens.cpu + tokens.ssd  # pages from lower tiers pass through CPU memory
         remote = min(turn.source.remote_tokens, tokens.ssd)

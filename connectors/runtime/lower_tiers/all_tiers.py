@@ -87,14 +87,16 @@ class Tiers(Mapping[StoreId, LowerTier]):
     # -- demotions ----------------------------------------------------------------
 
     def send_down(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
-        """Demote a turn's pages, once their save ``after`` has settled."""
+        """Demote a turn's pages, once their save ``after`` has settled; now if ``after`` is
+        None."""
         if after is not None:
             self._add(self._after_save[after], keys)
         else:
             self._demote(keys)
 
     def share(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
-        """Store pages for other engines, once their save ``after`` has settled.
+        """Store pages for other engines, once their save ``after`` has settled; now if ``after`` is
+        None.
 
         Args:
             keys: a prefix of the pages of a context.
@@ -117,8 +119,8 @@ class Tiers(Mapping[StoreId, LowerTier]):
             waiting.pages += len(keys)
 
     def save_over(self, order_id: OrderId) -> None:
-        """Demote pages that waited for a save which has settled or was dropped, if they are in CPU
-        memory. Other pages are demoted once slots run short."""
+        """Demote, or store for other engines, the pages that waited for a save that has settled or
+        was dropped, if they are in CPU memory."""
         for down in self._after_save.pop(order_id, _NO_CONTEXTS).each:
             self._demote(down)
         for shared in self._share_after.pop(order_id, _NO_CONTEXTS).each:
@@ -150,7 +152,8 @@ class Tiers(Mapping[StoreId, LowerTier]):
     # -- promotions ---------------------------------------------------------------
 
     def by_tier(self, keys: Iterable[PageKey]) -> dict[StoreId, list[PageKey]]:
-        """Group pages by the fastest responding tier that has them, fastest first."""
+        """Group pages by the fastest responding tier that has them, fastest first. Pages that no
+        such tier has are left out."""
         split, left = dict[StoreId, list[PageKey]](), list(keys)
         for store, tier in self._tiers.items():
             if left and tier.answers and (found := tier.pages.index.present(left)):
@@ -171,14 +174,15 @@ class Tiers(Mapping[StoreId, LowerTier]):
         return Somewhere(self._book.index.readable, indices, on_its_way)
 
     def give_up(self, orders: Iterable[OrderId]) -> None:
-        """Record that no turn waits for these orders any longer."""
+        """Record that no turn waits for these orders any longer. Raises KeyError unless all of them
+        are in flight."""
         for order in orders:
             self._tiers[self._book.store_of(order)].order_given_up(order)
 
     # -- contents ---------------------------------------------------------------------
 
     def totals(self) -> dict[TierId, TierTotals]:
-        """Pages of each tier, fastest first."""
+        """Return the number and the size of the pages of each tier, fastest tier first."""
         found: dict[TierId, TierTotals] = {}
         for store, tier in self._tiers.items():
             before = found.get(store.tier, TierTotals(0, 0, None, 0, 0))

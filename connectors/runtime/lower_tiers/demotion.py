@@ -2,8 +2,8 @@
 
 A page that is evicted before a lower tier has it is lost, and a demotion is reported a step after
 it was ordered. So pages are demoted while there are still free slots. Pages whose demotion must
-wait form a backlog. A tier to which other engines also write is doubted when its replies are wrong
-or late.
+wait form a backlog. A tier to which other engines also write is not queried for a while after its
+replies were wrong or late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Waiting(NamedTuple):
     """Pages of one context that wait for demotion.
 
     Attributes:
-        runs: first page of each page's run; empty if the store does not use runs.
+        runs: first page of each page's run (``RUN_PAGES`` consecutive pages of a context, which a
+            store keeps together); empty if the store does not use runs.
     """
 
     keys: Sequence[PageKey]
@@ -69,10 +70,11 @@ class Backlog:
 
 MOST_AHEAD = 4096
 """Maximum number of pages next in line for eviction that are also kept in a tier; three quarters of
-the slots if that is less. The number must cover the saves of several steps. Early demotion costs no
-extra writes: under pressure, every page is evicted, and thus written, once."""
+the slots, or half of the tier's pages, if that is less. The number must cover the saves of several
+steps. Early demotion costs no extra writes: under pressure, every page is evicted, and thus
+written, once."""
 MOST_DEMOTING = 256
-"""Maximum number of pages being demoted; half of the look-ahead if that is less. Pages being
+"""Maximum number of pages being demoted; half of ``LookAhead.window`` if that is less. Pages being
 demoted cannot be evicted, so with more of them, younger pages would be evicted in their place."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Time without demotions after a first failure, and its maximum, seconds. The time doubles with
@@ -104,7 +106,8 @@ class LookAhead:
     def due(self, *, free: int, num_slots: int, taken: int, looked_at: int, ahead: int) -> bool:
         """True if it is time to search for pages that are about to be evicted.
 
-        Requires that half of the slots are taken, and enough of them since the last search.
+        Requires that at least half of the slots are taken, and that slots for an eighth of the
+        window have been allocated since the last search.
 
         Args:
             free: number of free slots.
@@ -127,11 +130,11 @@ def next_pause_s(pause_s: float) -> float:
 def last_flush(
     pages: Sequence[tuple[PageKey, int]], stored: Collection[PageKey]
 ) -> list[tuple[PageKey, int]]:
-    """Return the pages to write before an engine stops, with their places: pages that the tier
-    lacks, newest first, because time may be too short for all.
+    """Return the pages to write before an engine stops, with their slots: pages that the tier
+    lacks, newest first, because time may be too short for all of them.
 
     Args:
-        pages: pages in CPU memory and their places, newest last.
+        pages: pages in CPU memory and their slots, newest last.
         stored: pages that the tier has.
     """
     newest: dict[PageKey, int] = {}
@@ -142,8 +145,8 @@ def last_flush(
 
 FIRST_DOUBT_S, LONGEST_DOUBT_S = 1.0, 16.0
 """Time for which a tier that sent no replies, or bad pages, is not queried: initial value and
-maximum, seconds. The time doubles with each further failure. After it, one turn queries the tier
-again, which may delay that turn's first token by a tenth for nothing."""
+maximum, seconds. The time doubles with each further failure. After that time, one turn queries the
+tier again, which may delay that turn's first token by a tenth without any benefit."""
 ONE_STALL_S = 1.0
 """Late replies within this time, in seconds, count as one incident. The cause may be a busy
 machine. The tier stays trusted, because its turns waited only for hundredths of a second."""
@@ -153,7 +156,7 @@ pages are not queued, because they would be evicted before they are written."""
 
 
 def most_waiting(num_slots: int) -> int:
-    """Maximum number of pages that may wait to be written.
+    """Maximum number of pages that may wait to be written for other engines.
 
     Args:
         num_slots: total number of slots in CPU memory.
@@ -184,7 +187,8 @@ class Doubt:
         return now < self._until
 
     def late(self, now: float) -> None:
-        """Record that a turn waited for the tier in vain. A single late reply raises no doubt."""
+        """Record that a turn waited for the tier without receiving its reply in time. A single late
+        reply raises no doubt."""
         if self._late_at is None:
             self._late_at = now
         elif now - self._late_at >= ONE_STALL_S:

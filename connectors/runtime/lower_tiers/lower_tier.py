@@ -120,7 +120,7 @@ class LowerTier:
         self._doubt = Doubt()
         kinds = [group.reach.kind for group in facts.groups]
         self._in_runs = spec.in_runs and kinds[store.group] is KvKind.FULL
-        # Without a full group nothing shows where a stored context ends.
+        # Without a full-attention group, nothing shows where a stored context ends.
         self._serves = not spec.shared or (lasting and KvKind.FULL in kinds)
         self._asked = spec.knowledge is Knowledge.ASKED
         self._events = _SHARED_EVENTS if spec.shared else {}
@@ -151,7 +151,7 @@ class LowerTier:
         return bool(self._backlog)
 
     def take(self) -> TierOrders:
-        """Return the unsent orders."""
+        """Remove and return the unsent orders."""
         timed: list[DemoteOrder | PromoteOrder] = [*self._demotes, *self._promotes]
         return TierOrders(
             demotes=self._demotes.take(),
@@ -171,8 +171,8 @@ class LowerTier:
     @property
     def answers(self) -> bool:
         """False while the tier is not to be used: if it cannot have this engine's pages, if the
-        store has not finished an order that its turn gave up long ago, or if a tier to which other
-        engines also write is in doubt."""
+        store has not finished an order that its turn gave up long ago, or if other engines also
+        write to the tier and its replies were recently wrong or late."""
         now = self._clock()
         if not self._serves or self._doubt.rules(now):
             return False
@@ -259,11 +259,11 @@ class LowerTier:
         mine = [*self.pages.index.unwritten(context)]  # a long context is mostly stored
         runs = runs_of(context) if self._in_runs and mine else {}
         if not self._backlog and self._order_down(mine, runs, room) < room:
-            return  # all of them were ordered
+            return  # all pages were ordered
         demoting, readable = self.pages.demoting, self._index.readable
         fresh = [*filterfalse(demoting.__contains__, filter(readable, mine))]
         left = max(0, self._most_waiting - len(self._backlog))
-        if self.spec.shared:  # own tiers get them before they are evicted
+        if self.spec.shared:  # own tiers receive the other pages before eviction
             self.counters.add("pages_not_shared", len(fresh[left:]))
         self._backlog.add(Waiting(fresh[:left], runs))
         self._feed()
@@ -330,8 +330,9 @@ class LowerTier:
     # -- reports ------------------------------------------------------------------
 
     def on_promoted(self, done: Settled[PromoteOrder]) -> None:
-        """Count a promotion that has finished on every rank, and the pages that it failed to
-        read."""
+        """Count a promotion that has finished on every rank, and the pages that it failed to read.
+        With several ranks, failed pages are dropped from every rank's store. The result affects the
+        trust in a tier to which other engines also write."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
         self._count(pages_promoted=good, bytes_promoted=nbytes, promotion_seconds=done.seconds)
@@ -340,7 +341,8 @@ class LowerTier:
         self._lose(done)
 
     def on_demoted(self, done: Settled[DemoteOrder]) -> None:
-        """Count a demotion that has finished on every rank; pause the tier if it failed."""
+        """Count a demotion that has finished on every rank. If it failed, pause the tier, and clear
+        the queue of pages to demote."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
         self._count(pages_demoted=good, bytes_demoted=nbytes, demotion_seconds=done.seconds)
@@ -372,8 +374,8 @@ class LowerTier:
             self.counters.add(self._events.get(event, event), amount)
 
     def _judge(self, done: Settled[PromoteOrder]) -> None:
-        """Doubt a tier to which other engines also write if it lacked most of the pages that it had
-        reported."""
+        """Stop querying a tier to which other engines also write for a while, if it lacked most of
+        the pages that it had reported. Otherwise trust the tier again."""
         if not self._asked or done.abandoned:
             return
         if 2 * len(done.failed) > len(done.keys):  # mostly useless
@@ -414,8 +416,8 @@ class LowerTier:
         self._reclaims.forget(keys)
 
     def _evict_superseded(self) -> None:
-        """Drop the superseded pages from every store: a store reclaims its emptiest segments
-        first."""
+        """Drop the superseded pages from every store, so that their segments are reclaimed soon: a
+        store reclaims its emptiest segments first."""
         if dead := self.pages.index.take_superseded():
             self._evicted(dead, self._facts.ranks)
             self._lost += dead
@@ -425,7 +427,8 @@ class LowerTier:
         self._invalidated += saves
 
     def on_handshake(self, ranks: Mapping[int, StoredPages]) -> None:
-        """Record the initial content of the stores. Only pages that every rank has are recorded."""
+        """Record the initial content of the stores. Only pages that every rank has are recorded:
+        none if a rank lacks the tier."""
         tier = self.spec.tier
         lists = [stored.keys for stored in ranks.values()]
         if len(lists) < self._facts.ranks:

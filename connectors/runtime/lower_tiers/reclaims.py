@@ -23,7 +23,7 @@ def survivors(
 ) -> tuple[PageKey, ...]:
     """Return the pages of a segment to be rewritten before its deletion: pages that a job between
     turns is likely to return for, and pages that were used. If there are too many, the pages with
-    the highest chance; of pages with equal chance, those written last.
+    the highest chance are returned; of pages with equal chance, those written last.
 
     Args:
         dying: the segment's pages, in the order in which they were written.
@@ -63,7 +63,8 @@ class _Verdict:
 
 
 class Reclaims:
-    """Decides which pages survive, and keeps the unsent replies of one tier.
+    """Decides which pages of a tier survive the deletion of their segment, and keeps the unsent
+    replies to the tier's stores.
 
     Args:
         pages: the tier's index.
@@ -97,7 +98,8 @@ class Reclaims:
         return unsent
 
     def answer(self, rank: int, dying: Proposal) -> None:
-        """Answer a rank's proposal, unless it was answered recently."""
+        """Queue the reply to a rank's proposal to delete a segment, unless it was answered
+        recently."""
         now, last = self._clock(), self._answered.get(rank)
         if last is not None and last.segment == dying.segment and now - last.at < REPEAT_S:
             return

@@ -162,8 +162,8 @@ class Observation:
 
     @property
     def would_have_saved(self) -> dict[str, int]:
-        """Computed prompt tokens that would have been found in manage mode, by tier, since the
-        start."""
+        """Number of prefilled prompt tokens that would have been found in manage mode, by tier,
+        since the start."""
         totals = self._engine.counters.totals
         return {tier: int(totals[name]) for name, tier in WOULD_HAVE_SAVED.items()}
 
@@ -242,7 +242,8 @@ class ObservingWorker(WorkerHalf):
         """Measure this machine. KV is read for a few milliseconds, and not written.
 
         Raises:
-            ConfigError: the CPU tier would hold no page, or the codec does not exist.
+            ConfigError: the CPU tier would hold no page, or the codec does not exist or does not
+                work.
             UnsupportedError: the engine's KV cache consists of several allocations.
         """
         facts, config = self._facts, self._config

@@ -47,7 +47,7 @@ class Line:
 
     Args:
         bandwidth: bytes per second.
-        latency_s: added to each transfer.
+        latency_s: time added to each transfer, seconds.
 
     Attributes:
         carried: bytes carried so far.
@@ -122,8 +122,8 @@ class VirtualStore:
                 self._where[key] = self._newest
 
     def finish(self, order: StoreOrder, generation: int) -> frozenset[int]:
-        """Finish an order that was sent to ``generation``. Returns the indices of its pages that
-        failed."""
+        """Finish an order that was sent in ``generation``. Returns the indices of its pages that
+        failed: all of them if the store was reset since then."""
         self._changed = True
         if generation != self.generation:
             return frozenset(range(len(order.keys)))

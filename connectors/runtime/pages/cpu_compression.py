@@ -1,4 +1,5 @@
-"""Compression of CPU memory: when free slots are scarce, pages are compressed in place.
+"""Compression of CPU memory: when free slots are scarce, pages are compressed in place, in bundles
+of several pages.
 
 The pages that have been in CPU memory longest are compressed first. The only cost is decoding time,
 so pages are compressed before any page is evicted.
@@ -95,7 +96,7 @@ def worth_compressing(page_bytes: int, stored_bytes: int) -> bool:
 
     Args:
         page_bytes: size of a page.
-        stored_bytes: its encoded size.
+        stored_bytes: size of the encoded page.
     """
     return page_bytes >= LEAST_RATIO * stored_bytes
 
@@ -154,8 +155,8 @@ class Compression:
     def _by_group(
         self, stretches: Sequence[list[PageKey]]
     ) -> Iterator[tuple[int, Sequence[PageKey]]]:
-        """Yield the pages of each stretch by group, with their group, for the groups that can be
-        compressed."""
+        """Yield the pages of each list in ``stretches`` by group, as (group, pages), for the groups
+        that can be compressed."""
         for keys in stretches:
             if len(self._together) == 1:
                 yield self._groups[0], keys
@@ -166,7 +167,7 @@ class Compression:
             yield from ((group, by_group[group]) for group in self._groups if group in by_group)
 
     def on_settled(self, done: Settled[PackOrder]) -> None:
-        """Count a bundle that was compressed, or that was lost."""
+        """Count a bundle that was compressed, or whose compression failed."""
         self._under_way -= 1
         self._counters.add("compression_seconds", done.seconds)
         failed = len(done.failed)

@@ -45,7 +45,8 @@ from .saves import Saves
 
 
 class Settlements:
-    """Settlements that have not been sent to the workers.
+    """Queue of settlements. A settlement notifies the workers of a save or promotion that every
+    rank has completed.
 
     Args:
         wanted: False if CPU memory ends with the engine; then nothing is collected.
@@ -82,7 +83,7 @@ class Settlements:
         self.reset, self._wanted = self._wanted, False
 
     def take_reset(self) -> bool:
-        """Return True at the first call after a reset."""
+        """Return True at the first call after a reset of which the workers must be notified."""
         reset, self.reset = self.reset, False
         return reset
 
@@ -140,7 +141,7 @@ class OrderDispatch:
             *chain.from_iterable(self._tier_outboxes.values()),
         )
         self._no_orders = Orders()
-        self._last_word = self._clock()  # in either direction
+        self._last_word = self._clock()  # when the last orders were sent or reports received
         self._step = 0
         self._listeners: dict[OrderKind, Sequence[Callable[[Settled[Any]], None]]] = {}
         self.listen(SaveOrder, settlements.on_settled, saves.on_settled, self._on_saved)
@@ -162,7 +163,7 @@ class OrderDispatch:
         book, ranks = self._book, list(said.values())
         if copies := [one.speeds.copy for one in ranks if one.speeds.copy]:
             book.bandwidth = min(copies)
-        if ranks:  # even without measured speeds: staging slots follow
+        if ranks:  # also without measured speeds, to exclude the staging slots
             book.index.limit(min(one.slots for one in ranks))
             sizes = zip(*(one.page_bytes for one in ranks), strict=True)
             book.page_bytes = [max(size) for size in sizes]
@@ -178,7 +179,7 @@ class OrderDispatch:
             tier.on_handshake(there)
 
     def take(self) -> Orders:
-        """Return the orders not yet sent."""
+        """Remove and return the orders that have not been sent."""
         if self._pieces:
             self._advance_pieces()
         if not self._unsent:
@@ -212,7 +213,7 @@ class OrderDispatch:
         """Return True once if the engine retries a turn whose async restore failed entirely."""
         if not self._restores.retries(turn):
             return False
-        self.restored.pop(turn.request_id, None)  # it has no blocks any more
+        self.restored.pop(turn.request_id, None)  # the turn has no blocks any more
         return True
 
     def _advance_pieces(self) -> None:

@@ -1,4 +1,5 @@
-"""Search for the longest prefix of a prompt whose pages are available, and keys of its pages."""
+"""Search for the longest prefix of a prompt whose pages are available, and computation of page
+keys."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ class HitFinder:
     def __init__(self, facts: EngineFacts, tails: TailIndex) -> None:
         self._facts = facts
         self._tails = tails
-        # States first: there are few of them, so they are checked quickly.
+        # Recurrent states first: there are few of them, so they are checked quickly.
         self._order = sorted(
             range(len(facts.groups)), key=lambda at: facts.groups[at].reach.kind is not KvKind.STATE
         )
@@ -143,8 +144,8 @@ class HitFinder:
     def _end(self, turn: Turn, at: int, start: int, limit: int, run: Run) -> int:
         """Return the number of tokens that the run of a group's pages covers.
 
-        The last tokens are excluded if a drafter's KV depends on later tokens, because those may
-        have changed since the KV was computed.
+        The last tokens are excluded if a drafter's KV depends on later tokens, because the later
+        tokens may have changed since the KV was computed.
         """
         group, keys = self._facts.groups[at], turn.page_keys(at)
         first = start // group.block_size
@@ -166,7 +167,7 @@ class HitFinder:
 
         def usable(tail: Tail, shared: int) -> bool:
             if self._facts.has_states and shared < len(tail.tokens):
-                return False  # a state covers all its tokens
+                return False  # a recurrent state covers all tokens of the tail
             tokens = at + shared - drafts
             found = self._at(query, tokens, tail.key)
             if tokens > query.start and isinstance(found, Found):

@@ -30,8 +30,9 @@ LOOKUPS = 2
 FIRST_LOOKUP = 64
 """Number of pages in a turn's first query. The other pages follow once all of these are found."""
 MOST_BOUNDARIES = 64
-"""Maximum number of boundaries of a prompt at which a store is queried for windows and states.
-These are the last boundaries, because the stored context is assumed to end there."""
+"""Maximum number of boundaries of a prompt at which a store is queried for window pages and
+recurrent states. These are the last boundaries, because the stored context is assumed to end
+there."""
 LOOKUP_S = 0.05
 """Maximum wait of a turn for a store's reply, seconds. It is shorter if prefilling takes less
 time."""
@@ -53,7 +54,7 @@ def pages_asked(lookups: int, unknown: int) -> int:
 
 
 def answer_wait_s(compute_s: float, *, measured: bool) -> float:
-    """Return the longest wait for the reply, seconds.
+    """Return the longest wait for a store's reply, seconds.
 
     Args:
         compute_s: prefill time that the reply may save, seconds; 0 if unknown.

@@ -63,11 +63,11 @@ class _Rest:
 
     @property
     def group(self) -> int:
-        """Return the group of the first page."""
+        """Return the group of the first page. Requires that a page is left."""
         return self.again[0].group if self.again else self.runs[0].group
 
     def first(self, most: int) -> list[PlacedPage]:
-        """Return the first pages of one group, at most ``most``."""
+        """Return the first pages of one group, at most ``most``. Requires that a page is left."""
         if self.again:
             same = takewhile(lambda page: page.group == self.group, self.again)
             return list(islice(same, most))
@@ -189,7 +189,7 @@ class RestorePieces:
         self._hashes = engine.facts.recovers_by_block
         self._left = PAGES_A_STEP  # pages that may still be ordered in this step
         self._under_way: dict[str, _Restore] = {}
-        self._copying: dict[OrderId, int] = {}  # slots of orders to VRAM
+        self._copying: dict[OrderId, int] = {}  # slots that each copy to VRAM releases
         self._slots = 0  # slots in use, including slots being copied
 
     def __len__(self) -> int:
@@ -205,7 +205,7 @@ class RestorePieces:
         """Restore a turn's pages.
 
         Args:
-            runs: in the order of the context, group by group.
+            runs: runs of the pages in the order of the context, group by group; at least one.
             tokens: number of tokens that the pages add to the prefix in VRAM.
             until: deadline for all pages, seconds. Missing pages are then prefilled. None if all
                 pages are in CPU memory.
@@ -235,7 +235,8 @@ class RestorePieces:
                 restore.touch.append((run, start))
 
     def on_settled(self, done: Settled[LoadOrder]) -> None:
-        """Release the slots of a finished copy to VRAM, and let the engine find its blocks."""
+        """Release the slots of a finished copy to VRAM. If all earlier copies of its restore
+        succeeded, let prefix lookups find its blocks."""
         order = done.order
         self._slots -= self._copying.pop(order.order_id, 0)
         restore = self._under_way.get(order.request_id)

@@ -256,7 +256,7 @@ class Promotions:
         return wanted, behind, found.tokens - behind
 
     def in_vram(self, turn: Turn, limit: int, known: int = 0) -> int:
-        """Return the number of usable prompt tokens that VRAM contains.
+        """Return the number of usable prompt tokens that VRAM contains, at most ``limit``.
 
         Args:
             known: number of tokens already known to be in VRAM.
@@ -279,7 +279,8 @@ class Promotions:
         return end
 
     def _ends_in_vram(self, turn: Turn, tokens: int) -> bool:
-        """Return True if VRAM contains the pages of groups that keep only a part of the context."""
+        """Return True if VRAM contains the pages that a context of ``tokens`` tokens needs in
+        groups that keep only a part of the context."""
         hashes = turn.request.block_hashes
         return all(
             (block + 1) * turn.pages.strides[at] <= len(hashes)
@@ -388,7 +389,8 @@ class Promotions:
         return (fits and not state.room_seen) or self._of_others(turn) < state.behind
 
     def _hold(self, turn: Turn) -> None:
-        """Protect the pages promoted for a turn from eviction until it claims them."""
+        """Protect the pages promoted for a turn from eviction until the turn is admitted or
+        finishes."""
         held = turn.tiers.held
         arrived = filterfalse(held.__contains__, filter(self._index.readable, turn.tiers.keys))
         keys = [*arrived]

@@ -63,18 +63,19 @@ class Restores:
         self._counters = engine.counters
         self._pool = engine.pool
         self.unsent = Outbox[LoadOrder]()
-        self._pages = 0  # allocated or hashed in this step
+        self._pages = 0  # pages allocated or hashed in this step
         self.refused = Outbox[FailLoad]()
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
         self.holding: set[Turn] = set()
-        self._unlucky: set[Turn] = set()  # part of their restore failed; no new blocks since
+        self._unlucky: set[Turn] = set()  # their restore failed in part; they have no new blocks
 
     def begin_step(self) -> None:
         """Start a step. Restores ordered from now on belong to it."""
         self._pages = 0
 
     def comes_later(self, turn: Turn, num_computed: int) -> bool:
-        """True if a restore for the turn should be left to the next step."""
+        """Return True if a restore for the turn should be postponed, because a page that it would
+        read is being compressed, or because this step has reached its limit ``PAGES_A_STEP``."""
         keys, first = turn.page_keys(), num_computed // self._facts.block_size
         if first >= len(keys):
             return False
@@ -108,11 +109,11 @@ class Restores:
     def retries(self, turn: Turn) -> bool:
         """Return True once if the engine retries a turn whose async restore failed entirely.
 
-        vLLM has freed the turn's blocks, but still keeps the turn ahead of requests that hold
-        blocks, which are not scheduled if the pool has no space for the turn. If vLLM is asked to
-        retry later, it queues the turn with the others. A second restore would need twice the
-        space, because vLLM keeps reserving the blocks that the first restore lacked. So the turn is
-        prefilled.
+        vLLM has freed the turn's blocks, but still places the turn before requests that hold
+        blocks. Those requests are not scheduled while the pool has no space for the turn. If vLLM
+        is asked to retry later, it queues the turn with the other waiting requests. A second
+        restore would need twice the space, because vLLM keeps reserving the blocks that the first
+        restore lacked. So the turn is prefilled.
         """
         restore = turn.restore
         if not restore.promised:
@@ -136,7 +137,7 @@ class Restores:
 
         An async restore must wait for turns whose own restore failed. vLLM reserves all blocks that
         these turns lack, and lets no other async restore use them. These turns may also be behind
-        this one in vLLM's queue, which vLLM stops scanning once blocks are short.
+        ``turn`` in vLLM's queue, which vLLM stops scanning once blocks are short.
         """
         hit = turn.restore.hit
         if hit is None:
@@ -196,8 +197,8 @@ class Restores:
         """Order the restore that the engine expects.
 
         Returns:
-            The restore if it has to be ordered in pieces (``add_piece``), because it is long or CPU
-            memory lacks pages; otherwise nothing.
+            The runs of pages that have to be ordered in pieces (``add_piece``), because the restore
+            is long or CPU memory lacks pages; empty if the whole restore was ordered.
 
         Raises:
             KeyError, RuntimeError: the restore was not offered, or one of its pages has been
@@ -268,7 +269,8 @@ class Restores:
     def add_piece(
         self, turn: Turn, group: int, keys: Sequence[PageKey], blocks: Sequence[int], *, more: bool
     ) -> OrderId:
-        """Order readable pages of a turn that is restored in pieces.
+        """Order readable pages of a turn that is restored in pieces. Raises KeyError if a page is
+        not readable.
 
         Args:
             more: False if this is the last piece.

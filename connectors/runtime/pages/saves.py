@@ -30,8 +30,8 @@ STRIDE_TOKENS = 256
 is a multiple of ``TOGETHER``."""
 TOGETHER = 16
 """Interval of the steps in which decoding requests are checked. Blocks filled since the last check
-are saved when the request finishes, and lost when it is preempted. These are at most 272 tokens or
-a block."""
+are saved when the request finishes, and lost when it is preempted. These blocks contain at most 272
+tokens, or are a single longer block."""
 TOUCHED_A_STEP = 4096
 """Maximum number of pages that are counted as just used in a step. Further pages wait for the next
 step."""
@@ -106,8 +106,8 @@ def kept_tokens(request: Request) -> int:
 
 
 def state_tokens(request: Request, facts: EngineFacts) -> int | None:
-    """Return the number of tokens that the state of a finished request covers, once the steps in
-    flight are done.
+    """Return the number of tokens that the recurrent state of a finished request covers, once the
+    steps in flight are done.
 
     A step in flight advances the state in place. If it computes the last token, the state covers
     all tokens. The state is useless if the client received a shorter text. With speculation the
@@ -126,7 +126,8 @@ def state_tokens(request: Request, facts: EngineFacts) -> int | None:
 
 def last_boundary(request: Request, facts: EngineFacts) -> int:
     """Return the number of tokens up to which the engine finds the prompt if it is sent again; 0 if
-    it finds none. The number is one unit less if a drafter's KV depends on the following token."""
+    it finds no part of the prompt. The number is ``hit_tokens`` less if a drafter's KV depends on
+    the following token."""
     unit = facts.hit_tokens
     resent = (request.num_prompt_tokens - 1) // unit * unit
     return max(0, resent - unit) if facts.draft_tokens else resent
@@ -135,8 +136,8 @@ def last_boundary(request: Request, facts: EngineFacts) -> int:
 def prompt_boundaries(request: Request, facts: EngineFacts) -> list[int]:
     """Return the prompt lengths, in tokens, at which the KV of every group is saved in prefill.
 
-    These are where the engine finds the prompt again, where other prompts diverge, and the prompt's
-    end, in descending order.
+    These are where the engine finds the prompt again, where other prompts diverge and, without
+    recurrent states, the prompt's end, in descending order.
 
     Empty unless some group keeps only a part of the context, because otherwise every block is a
     boundary.
@@ -177,7 +178,7 @@ class Saves:
         self.over = 0
         self.on_filled: Callable[[Turn, int, range], None] | None = None
         self._latest: OrderId | None = None
-        self._ends: dict[int, SaveOrder] = {}  # of the last pages of ended turns, by group
+        self._ends: dict[int, SaveOrder] = {}  # orders for the last pages of ended turns
         # Pages of finished turns that count as just used: now, or once the save has settled.
         self._used: deque[PageKey] = deque(maxlen=book.index.num_slots)
         self._used_by: dict[OrderId, deque[PageKey]] = {}
@@ -207,7 +208,8 @@ class Saves:
         turn.save.suspended = False
 
     def start_over(self, turn: Turn) -> None:
-        """Offer all of the turn's blocks again."""
+        """Restart the turn's saves: all of its blocks are checked again for pages to save, from the
+        first block on."""
         turn.save.cursors = [0] * len(self._facts.groups)
         turn.save.boundaries = prompt_boundaries(turn.request, self._facts)
 
@@ -244,9 +246,9 @@ class Saves:
         self._order(filled)
 
     def save_state(self, turn: Turn, group: int, block: int, tokens: int) -> None:
-        """Save a state that the engine keeps after ``tokens`` tokens, once this step has run, if
-        the prompt has a boundary there. The engine may keep many other states, each of which would
-        take a slot."""
+        """Save a recurrent state that the engine keeps after ``tokens`` tokens, once this step has
+        run, if the prompt has a boundary there. The engine may keep many other states, each of
+        which would take a slot."""
         if not turn.pages.fingerprints or tokens not in prompt_boundaries(
             turn.request, self._facts
         ):
@@ -261,7 +263,7 @@ class Saves:
 
     def on_ended(self, turn: Turn) -> None:
         """Save the last blocks of a finished turn, and the pages at its end that fill no whole
-        block."""
+        block. Record the pages of its context, and the last save, in ``turn.save``."""
         if not turn.has_kv or not turn.pages.fingerprints:
             return
         self._unwatch(turn)
@@ -286,8 +288,8 @@ class Saves:
         """Count the pages of a context as just used. Pages at its end count as less recently used,
         because a prefix without the end is a hit, but an end without the prefix is not.
 
-        At most one page per slot is remembered, the latest pages first, because any number of turns
-        may end while a copy hangs.
+        At most as many pages as CPU memory has slots are remembered, and the oldest are dropped
+        first, because any number of turns may end while a copy hangs.
 
         Args:
             save: order after which all pages are in CPU memory; None if they already are.
@@ -307,7 +309,8 @@ class Saves:
         self._book.index.touch([self._used.popleft() for _ in range(few)])
 
     def _context(self, turn: Turn) -> list[PageKey]:
-        """Return the turn's pages so far, first to last."""
+        """Return the turn's pages that have been checked for saving so far, in the order of the
+        context, and then the pages at its boundaries."""
         cursors, groups = turn.save.cursors, self._facts.groups
         if len(groups) == 1:
             return [*turn.page_keys()[: cursors[0]], *turn.save.bounded]
@@ -326,7 +329,7 @@ class Saves:
             for at, group in enumerate(groups)
             if group.reach.kind is KvKind.FULL
         )
-        worth_a_slot = end >= size or turn.job is not None  # a few stray tokens are not
+        worth_a_slot = end >= size or turn.job is not None  # a few tokens without a job are not
         if end > 0 and whole and worth_a_slot:
             self._add_boundary(turn, end, filled)
 

@@ -1,9 +1,9 @@
 """Blocks at the end of each prompt that a request no longer needs, held until its turn ends.
 
 The engine finds a prompt again at its last boundary. It needs all full-attention blocks before the
-boundary, and the window and state of the other groups at the boundary. Windows and states leave the
-request's table while it decodes, so their blocks are held from the end of the prefill on, for the
-pin to take over.
+boundary, and the sliding-window blocks and recurrent states of the other groups at the boundary.
+These window and state blocks leave the request's block table during decoding, so they are held from
+the end of the prefill on, for the pin to take over.
 
 Models whose groups all keep the whole context need no such blocks.
 """
@@ -87,7 +87,8 @@ class BoundaryBlocks:
         return table[needed.start : stop] if stop <= len(table) else ()
 
     def on_state(self, request_id: str, group: int, block_id: int, tokens: int) -> None:
-        """Hold a state that the engine offers, if it is the state at the boundary."""
+        """Hold a recurrent state that the engine offers, if it is the state at the turn's
+        boundary."""
         boundary = self._boundaries.get(request_id)
         if boundary is not None and tokens == boundary.tokens and group in boundary.lacking:
             self._hold(request_id, group, [self._pool.blocks[block_id]])
@@ -128,8 +129,8 @@ class BoundaryBlocks:
             self._give_back(boundary)
 
     def release_all(self) -> bool:
-        """Release the blocks of all turns, which are not held again. Returns False if no blocks
-        were held."""
+        """Release the blocks that are held for all turns, and hold no further blocks of these
+        turns. Returns False if no blocks were held."""
         held = [boundary for boundary in self._boundaries.values() if boundary.held]
         for boundary in held:
             self._give_back(boundary)

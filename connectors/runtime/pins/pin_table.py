@@ -202,8 +202,8 @@ class PinTable:
             self._next_deadline = min(self._next_deadline, deadline)
 
     def on_arrived(self, job: JobKey) -> None:
-        """Keep a job's pin until its queued turn has been allocated blocks: no other pin saves more
-        time. Ignored if the job has no pin."""
+        """Keep a job's pin until the job's queued turn has been allocated blocks, because no other
+        pin saves more time. Ignored if the job has no pin."""
         self.revise(job, float("inf"), PinValue(PinState.ARRIVED))
 
     def devalue(self, job: JobKey) -> None:

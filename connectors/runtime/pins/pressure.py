@@ -84,7 +84,7 @@ def needs_one_more(
         refused: True if the turn was refused in the previous step although enough blocks seemed to
             be free.
         released: number of pins just released for the turn.
-        stuck: True if nothing runs, and the context has windows or states.
+        stuck: True if nothing runs, and the model has sliding windows or recurrent states.
     """
     return refused and not released and (stuck or mode is RestoreMode.ASYNC)
 
@@ -148,8 +148,9 @@ class PinPressure:
         return free + self._late(step)
 
     def for_running(self, step: int) -> bool:
-        """Release a pin that frees a block, unless blocks are about to become free. Returns False
-        if nothing was freed, so that vLLM preempts a request.
+        """Release a pin that frees a block or, without such a pin, all boundary blocks, unless
+        blocks are about to become free. Returns False if nothing was freed, so that vLLM preempts a
+        request.
 
         After a preemption, vLLM calls this method again if the preempted request's blocks are not
         free yet, because they are being saved. vLLM must not preempt further requests for blocks

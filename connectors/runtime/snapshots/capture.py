@@ -134,7 +134,8 @@ class Captures:
     # -- capture of a job -------------------------------------------------------------
 
     def turn_over(self, job: Job, *, stop: bool) -> Generator[Wait, None, None]:
-        """Wait for a job's turns to finish; with ``stop``, after their next token."""
+        """Wait for a job's turns to finish. With ``stop``, make them finish after their next
+        token."""
         for request_id in job.running if stop else ():
             turn = self._turns.by_id.get(request_id)
             if turn is not None:
@@ -244,7 +245,8 @@ class Captures:
         return captured
 
     def _blocks(self, turn: Turn, tokens: int) -> list[Block]:
-        """Return the blocks of the turn's first ``tokens`` tokens, group by group."""
+        """Return the blocks of the turn's first ``tokens`` tokens, group by group. Raises
+        SnapshotError if one of these blocks was released."""
         found = list[Block]()
         for at, group in enumerate(self._facts.groups):
             table = self._pool.tables[at].get(turn.request_id, ())
@@ -260,7 +262,9 @@ class Captures:
         """Copy the pages that CPU memory lacks from their blocks, and hold all pages.
 
         Pages that another save or the compression is moving are awaited. If the move fails, these
-        pages are copied too. Each round of copies must get further than the previous one.
+        pages are copied too. Each round of copies must get further than the previous one. Raises
+        SnapshotError if the pages do not fit, the blocks were released or the copies make no
+        progress.
         """
         pages = captured.pages
         if not blocks:
@@ -318,7 +322,8 @@ class Captures:
         """Bring the pages into CPU memory, and hold them there.
 
         If pages are evicted or fail to arrive in the meantime, a shorter prefix is captured. Each
-        round of orders must get further than the previous one.
+        round of orders must get further than the previous one. Raises SnapshotError if no page is
+        left, the pages do not fit or the copies make no progress.
         """
         context = captured.context
         tokens, least = context.kv_tokens, (math.inf, math.inf)
@@ -375,8 +380,8 @@ class Captures:
         return (at, block) if at is not None and block is not None else None
 
     def _fetch(self, absent: Sequence[PageKey]) -> tuple[int, int]:
-        """Order the absent pages into CPU memory. Returns the number of pages copied from VRAM, and
-        the total number of pages ordered."""
+        """Order copies of the absent pages to CPU memory. Returns the number of pages copied from
+        VRAM, and the total number of pages ordered."""
         found = {key: self._in_vram(key) for key in absent}
         saved = self._save(
             {key: (one[0], one[1].block_id) for key, one in found.items() if one is not None}

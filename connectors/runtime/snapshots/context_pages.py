@@ -48,9 +48,9 @@ class ContextNames:
 
 
 def context_pages(named: Turn, facts: EngineFacts) -> tuple[ContextPage, ...]:
-    """Return all pages that a context of exactly these tokens needs.
+    """Return all pages that a context of exactly the tokens of ``named`` needs.
 
-    A partially filled page has a tail key.
+    The key of a partially filled page is a ``tail_key``.
     """
     tokens = named.request.num_tokens
     end = _tail(named, facts)

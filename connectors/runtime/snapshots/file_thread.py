@@ -102,7 +102,8 @@ class SnapshotFiles:
     def seal(
         self, draft: SnapshotDraft, captured: Captured, job: str, exact: bool, now: float
     ) -> Future[Manifest]:
-        """Seal a snapshot whose pages have been written by all ranks.
+        """Seal a snapshot whose pages have been written by all ranks. Raises SnapshotError if the
+        engine's weights cannot be identified.
 
         Args:
             now: seconds since the epoch.
@@ -135,7 +136,8 @@ class SnapshotFiles:
         )
 
     def open(self, name: str, salt: str | None) -> Future[Opened]:
-        """Open a snapshot, and compute its page keys.
+        """Open a snapshot, and compute its page keys. The future raises SnapshotError if the
+        snapshot is missing, unreadable or incompatible with the engine.
 
         Args:
             salt: cache salt for restoring an exact snapshot; None to use the snapshot's own cache

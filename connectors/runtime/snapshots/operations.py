@@ -103,7 +103,8 @@ class Operations:
         return number
 
     def poll(self) -> None:
-        """Hold the pages that have arrived for each operation. The operations do not continue."""
+        """Check the wait of each operation, which also holds the pages that have arrived, and fail
+        operations that have waited too long. No operation continues."""
         for number, operation in [*self._live.items()]:
             self._is_over(number, operation)
 
@@ -115,7 +116,7 @@ class Operations:
 
     def _is_over(self, number: int, operation: _Operation) -> bool:
         """Return True if an operation's wait has finished. An operation that has waited too long,
-        or whose ``over`` raises, is ended."""
+        or whose wait's ``over`` raises, fails."""
         wait = operation.wait
         if wait is None:
             return True

@@ -65,7 +65,7 @@ class NoSnapshots:
     restore = fork = outcome = take
 
     def parents(self, job: JobKey) -> tuple[str, ...]:
-        """Return an empty tuple."""
+        """Return an empty tuple, because no job was forked or restored."""
         return ()
 
     def on_ended(self, turn: Turn) -> None:
@@ -298,7 +298,8 @@ class Snapshots:
         snapshot's files.
 
         Pages that a save is moving are awaited. If the save fails, these pages are read from the
-        files too. Each round of reads must get further than the previous one.
+        files too. Each round of reads must get further than the previous one. Raises SnapshotError
+        if pages cannot be read, do not fit or do not stay in CPU memory.
         """
         by_key, least = {page.key: page for page in pages}, len(pages) + 1
         while missing := held.hold(by_key):
@@ -365,7 +366,8 @@ class Snapshots:
     # -- engine events --------------------------------------------------------------------
 
     def on_ended(self, turn: Turn) -> None:
-        """Store the context of a finished turn whose job continues."""
+        """Store the context of a finished turn if its job continues and token ids identify its
+        pages; otherwise delete the job's stored context."""
         job = turn.job
         if job is None:
             return

@@ -145,7 +145,7 @@ def _transfers(half: SchedulerHalf) -> dict[str, Transfers]:
 
 
 def _decisions(half: SchedulerHalf) -> Decisions:
-    """Return the numbers of the latest decisions, by class and tier."""
+    """Return how many of the latest decisions were made for each class and tier."""
     decided = half.gaps.manager.decided
     since = decided.since
     return Decisions(

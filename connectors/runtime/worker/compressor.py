@@ -52,13 +52,14 @@ class Compressor:
         groups: bundles of each page group that is compressed.
         slots: the CPU pool's slots.
         staging: slots for decoded pages on their way to VRAM, at least two.
-        make_backend: creates a backend between VRAM and the pool, used only by this object.
+        make_backend: creates a transfer backend between VRAM and the CPU pool, used only by this
+            object.
         threads: number of threads that encode, and of threads that decode.
         report: called on the packing thread with the report of each pack.
 
     Attributes:
         staging: number of staging slots.
-        backend: the backend; None while VRAM is released.
+        backend: the transfer backend; None while VRAM is released.
     """
 
     def __init__(
@@ -265,8 +266,9 @@ def codecs_of(facts: EngineFacts, codec: str) -> dict[int, Codec]:
 
 
 def _codec(name: str, page_format: PageFormat, threads: int) -> Codec | None:
-    """Return the codec for a group's pages in CPU memory; None if the pages are not worth
-    compressing."""
+    """Return the codec for a group's pages in CPU memory; None if the codec does not support the
+    pages, or if the pages are not worth compressing. Raises ConfigError if the codec does not exist
+    or does not work."""
     try:
         codec = parse("centred" if name == "auto" else name)(page_format)
     except ValueError:  # the codec does not support such pages

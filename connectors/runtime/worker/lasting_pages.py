@@ -134,7 +134,7 @@ class LastingPages:
     """Keeps the records of a memory file correct. Used on the worker's thread.
 
     Args:
-        memory: closed by its pool, after this object.
+        memory: the memory file. Its pool closes the file, after this object has been closed.
         page_bytes: size of a page of each group, bytes.
     """
 
@@ -212,7 +212,7 @@ class LastingPages:
         return self._validation.wait_idle(timeout_s)
 
     def close(self) -> None:
-        """Hash remaining pages, as far as time allows. Idempotent."""
+        """Hash remaining pages for at most ``VALIDATE_S``, if the file is kept. Idempotent."""
         self._validation.close(VALIDATE_S if self._memory.keep else 0.0)
 
 
@@ -236,7 +236,7 @@ def open_lasting(
     clock: Callable[[], float],
 ) -> LastingMemory | None:
     """Open this rank's memory file, with the valid pages of the previous engine. Returns None if no
-    file is configured, or if no later engine could have the same keys.
+    file is configured, in observe mode, or if no later engine could have the same keys.
 
     Raises:
         ConfigError: the file cannot be opened or created; the message says what to do.

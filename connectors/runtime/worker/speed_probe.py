@@ -28,8 +28,8 @@ UTILISATION = 0.5
 
 
 def measure_copies(backend: TransferBackend, pool: CpuPool, num_blocks: int) -> float:
-    """Measure the speed of restores. Returns bytes per second, the best of several copies. The
-    engine must be idle, because blocks are overwritten."""
+    """Measure the speed of restores. Returns bytes per second, the best of several copies; 0 if
+    there is no page to copy. The engine must be idle, because blocks are overwritten."""
     pages = min(MOST_PAGES, pool.slots.shape[0], num_blocks - 1)
     if pages < 1:
         return 0.0
@@ -44,7 +44,8 @@ def measure_copies(backend: TransferBackend, pool: CpuPool, num_blocks: int) -> 
 
 def measure_reads(storage: Any) -> float:
     """Measure the speed of copies from the engine's KV to CPU memory. Returns bytes per second, the
-    best of several copies. VRAM is not written, so the engine may be running.
+    best of several copies; 0 if the KV cache is empty. VRAM is not written, so the engine may be
+    running.
 
     Args:
         storage: torch storage of the KV cache.
@@ -125,8 +126,8 @@ class PrefillWork:
 
 
 def prefill_work(model_config: Any) -> PrefillWork | None:
-    """Return the cost of prefills, from the model's shape; None if the model's configuration lacks
-    the usual field names."""
+    """Return the number of operations that a prefill takes, from the model's shape; None if the
+    model's configuration lacks the usual field names."""
     shape = model_config.hf_text_config
     try:
         layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)

@@ -64,8 +64,8 @@ class WorkerHalf:
         facts: the engine's configuration.
         config: the operator's settings.
         rank: this worker's rank.
-        fingerprints: returns the fingerprint of each page group; called only if pages outlive the
-            engine.
+        fingerprints: returns the fingerprint of each page group; called only if there are lower
+            tiers or a file for CPU memory.
         clock: monotonic seconds.
     """
 
@@ -108,7 +108,8 @@ class WorkerHalf:
             kv_caches: views of the single allocation that ``EngineFacts.groups`` describe.
 
         Raises:
-            ConfigError: the tier does not fit into memory, or holds no page.
+            ConfigError: the CPU tier does not fit into memory or holds no page, or a configured
+                codec, file or store cannot be used.
             UnsupportedError: the engine's KV cache consists of several allocations.
         """
         self._speeds = replace(self._speeds, flops=flops_of(kv_caches))
@@ -213,7 +214,8 @@ class WorkerHalf:
             backend.close()
 
     def handshake(self) -> Handshake:
-        """Return the speeds of this rank, and the pages that its stores already contain."""
+        """Return this rank's speeds, number of slots and page sizes, and the pages that its stores
+        and its CPU memory already contain."""
         return Handshake(
             self._speeds,
             slots=self._slots(),

@@ -1,5 +1,5 @@
-"""The port's ``Request`` on top of vLLM's requests; requests that never run, created to compute the
-keys of a context as vLLM would; and sampling parameters as JSON."""
+"""``Request`` (``runtime.base``) on top of vLLM's requests; requests that never run, created to
+compute the keys of a context as vLLM would; and sampling parameters as JSON."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Access:
         """Check that a request has access.
 
         Args:
-            headers: its headers by lower-case name, decoded as ISO 8859-1.
+            headers: the request's headers by lower-case name, decoded as ISO 8859-1.
 
         Raises:
             Refusal: the request has no access.

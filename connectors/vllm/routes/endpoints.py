@@ -1,8 +1,8 @@
 """The endpoint plugin: ``/tiered_kv/status``, ``/tiered_kv/jobs`` and ``/tiered_kv/jobs/ID``, and
 the routes for KV hints and for snapshots.
 
-vLLM loads it only if ``VLLM_PLUGINS`` names it. The plugin also adds the job-hint middleware, and
-the reports in streamed answers.
+vLLM loads the plugin only if ``VLLM_PLUGINS`` names it. The plugin also adds the middleware for job
+hints, and the middleware that adds reports to streamed answers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ MIDDLEWARE = f"{JobMiddleware.__module__}.{JobMiddleware.__qualname__}"
 
 
 class _JobId(Convertor[str]):
-    """The rest of a path as a job id, including slashes and line breaks."""
+    """URL convertor that matches the rest of a path, including slashes and line breaks, as a job
+    id."""
 
     regex = r"[\s\S]*"
 
@@ -58,7 +59,8 @@ class TieredEndpoints:
         self._engines = EngineCalls(None)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, and the middleware unless the command line names it too."""
+        """Add the routes, the middleware for streamed reports and, unless the command line names it
+        too, the middleware for job hints."""
         register_url_convertor("tiered_kv_job", _JobId())
         for method, path, answer in (
             ("GET", "/tiered_kv/status", self._status),
@@ -115,7 +117,7 @@ class TieredEndpoints:
             limit = min(MOST_JOBS, page.limit - len(jobs))
             place = [after.engine, after.number]
             answers = await self._engines.ask({"ask": "jobs", "limit": limit, "after": place})
-            part = [job for said in answers for job in said["jobs"]]  # each up to the limit
+            part = [job for said in answers for job in said["jobs"]]  # each up to ``limit``
             part = sorted(part, key=_place)[:limit]
             jobs += part
             more = len(part) == limit

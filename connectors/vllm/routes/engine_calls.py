@@ -46,7 +46,8 @@ class EngineCalls:
         """Query all engines. Returns the reply of each engine, by rank.
 
         Raises:
-            Refusal: there is no reply.
+            Refusal: the query cannot be sent, too many queries wait, or an engine does not reply or
+                replies with an error.
         """
         if self._call is None:
             raise Refusal(501, NO_WAY)

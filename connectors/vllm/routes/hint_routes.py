@@ -72,7 +72,7 @@ class HintRoutes:
 
     async def _release(self, request: Request) -> dict[str, Any]:
         """Release a job. If several jobs have the id, the query must name the number of one of
-        them."""
+        them. Raises Refusal if no job, or more than one job, matches."""
         number = _number({**request.query_params})
         name: str = request.path_params["job"]
         can_be = 0 < len(name) <= MAX_JOB_ID_CHARS
@@ -100,7 +100,8 @@ class HintRoutes:
 
 
 def _number(query: dict[str, str]) -> Cursor | None:
-    """Return the engine and the number of a job from a query; None if the query names no job."""
+    """Return the engine and the number of a job from a query; None if the query has no number.
+    Raises Refusal if the number is invalid, or if the query has another parameter."""
     given = query.pop("number", None)
     read_nothing(query)
     if given is None:

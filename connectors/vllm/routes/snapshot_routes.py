@@ -62,12 +62,14 @@ def _name_of_snapshot(value: object) -> str:
 
 
 def _job_id(value: object) -> str:
-    """Check the id of an existing job, which may contain any characters."""
+    """Return the id of an existing job, which may contain any characters. Raises ValueError if it
+    is empty, too long or not a string."""
     return text(value, 1, MAX_JOB_ID_CHARS)
 
 
 def _new_job_id(value: object) -> str:
-    """Check the id of a job to be created, which a client's turns must be able to name."""
+    """Return the id of a job to be created. Raises ValueError for an id that a client's turns
+    cannot name."""
     job = _job_id(value)
     if job.startswith(INFERRED_PREFIX):
         raise ValueError
@@ -152,7 +154,7 @@ def read_object(body: bytes) -> Mapping[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        Refusal: the body is not a JSON object.
+        Refusal: the body is not a JSON object, or repeats a field.
     """
     try:
         return mapping(parse(body))
@@ -171,8 +173,8 @@ async def read_bytes(request: Request, most: int) -> bytes:
     """Read the whole body of a request. Stops reading as soon as the body has more than ``most``
     bytes.
 
-    The content type must be JSON. Web pages cannot send that type to another origin without its
-    permission.
+    The content type must be JSON. Web pages cannot send that type to another origin without the
+    other origin's permission.
 
     Raises:
         Refusal: the body is too long or incomplete, or has another type.
@@ -290,7 +292,8 @@ class SnapshotRoutes:
     async def _on_job(
         self, ask: str, fields: Mapping[str, Field], request: Request
     ) -> dict[str, Any]:
-        """Return the result of the only engine that has the job."""
+        """Return the result of the only engine that has the job. Raises Refusal if several jobs
+        have the id."""
         question, patience = await _read(request, ask, fields)
         jobs = await self._ask({"ask": "job", "id": question["job"]})
         if sum(len(said["jobs"]) for said in jobs) > 1:
@@ -304,7 +307,7 @@ class SnapshotRoutes:
         """Return the result of the first engine, with the results of the other engines in
         ``others``."""
         question, patience = await _read(request, "restore", RESTORE)
-        question["salt"] = fresh_salt() if question.pop("exact") else None  # one for all engines
+        question["salt"] = fresh_salt() if question.pop("exact") else None  # equal for all engines
         first, *others = await self.results(question, patience, of_all=True)
         return {**first, "others": others}
 
@@ -318,7 +321,8 @@ class SnapshotRoutes:
 
         Raises:
             Refusal: the operation failed on an engine, is unfinished, or was started by no engine;
-                with ``of_all`` also if any engine refuses. Other engines may have completed it.
+                with ``of_all`` also if any engine refuses. Other engines may have completed the
+                operation.
         """
         if self._waited_for >= MOST_WAITED_FOR:
             raise Refusal(429, CROWD)

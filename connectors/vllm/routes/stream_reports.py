@@ -1,10 +1,10 @@
 """Adds to streamed answers the report of where the KV of the prompt was found.
 
-vLLM puts what the connector returns for a finished request into complete answers only. For streams,
-the API server receives the report too, with the last tokens of the request. ``listen`` reads it
-there as the tokens pass, and ``ReportMiddleware`` adds it to the event that ends the answer, as a
-top-level field like in complete answers. Events are passed on immediately, and no event is added.
-Anything unexpected is left unchanged.
+vLLM adds the report that the connector returns for a finished request only to answers that are not
+streamed. For streamed answers, the API server receives the report too, with the last tokens of the
+request. ``listen`` reads the report from these tokens' output, and ``ReportMiddleware`` adds it to
+the event that ends the answer, as a top-level field like in complete answers. Events are passed on
+immediately, and no event is added. Anything unexpected is left unchanged.
 
 ``/v1/responses`` needs none of this, because vLLM's last event contains the complete answer.
 """
@@ -120,7 +120,7 @@ def listen(client: Any) -> None:
 
 
 class ReportMiddleware:
-    """ASGI middleware that adds the report to the last event of a streamed answer.
+    """ASGI middleware that adds the connector's report to the last event of a streamed answer.
 
     Args:
         app: next application.

@@ -40,7 +40,7 @@ class Request:
 
 
 class Batch:
-    """A batch of requests. Its added, removed and moved rows are reported to a logits processor as
+    """A batch of requests that reports its added, removed and moved rows to a logits processor, as
     vLLM does."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Terms of a pin: its duration, how much of the context it covers, and its worth."""
+"""Terms of a pin: its worth, and how much of the context it covers."""
 
 from __future__ import annotations
 

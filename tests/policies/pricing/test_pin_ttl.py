@@ -110,7 +110,7 @@ def test_a_pin_earns_what_it_saves_over_the_time_that_it_is_held() -> None:
 
 def test_a_pin_earns_nothing_by_letting_its_job_overtake_others() -> None:
     """A pin saves its own job ten seconds in the queue, but other jobs then queue ten seconds
-    longer. Only the saved copy or recomputation counts."""
+    longer. So only the copy or recomputation that the pin avoids counts."""
     soon = forecast_of({1.0: 1.0})
     copied = Costs(recompute_s=6.0, cpu_s=0.5, queue_s=10.0)
     assert saved_per_second(soon, copied, 60.0) == pytest.approx(0.5 / soon.held(60.0))

@@ -88,9 +88,9 @@ def test_pins_over_the_whole_pool_are_released_for_a_new_request(
 def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
     make_rig: MakeRig, mode: RestoreMode
 ) -> None:
-    """vLLM may leave a request waiting for reasons of its own. Pins are released only if it may
-    lack blocks. This is possible with an async restore, because that must leave the blocks that
-    prefills in progress still need."""
+    """vLLM may leave a request waiting for reasons other than a lack of blocks. Pins are released
+    only for an async restore, which may lack blocks, because it must leave enough free blocks for
+    the prefills in progress."""
     rig = make_rig(extra=VRAM_ONLY)
     rig.ask("r1", text(150, seed=1), params=turn("job"))
     rig.add("waits", text(100, seed=2))

@@ -75,7 +75,8 @@ def _of_engine(done: SnapshotMade | JobRestored | JobForked) -> Rows:
 
 
 def _salt(done: JobRestored | JobForked, said: Object) -> Rows:
-    """Return the row of the cache salt that turns must send; no row if turns need no salt."""
+    """Return the row of the cache salt that turns must send; no row if turns need no salt. Raises
+    RouteError if the salt contains characters that cannot be shown."""
     if done.cache_salt is None:
         return []
     if done.cache_salt != said["cache_salt"]:

@@ -17,9 +17,9 @@ to more than that command:
 
 If every command of a call was refused, a breaker opens for calls of its type: reads, writes or
 deletions. So a server that refuses writes is still read, and writes are tried once in a while,
-since it may be promoted, or have space again. ``CLUSTERDOWN`` opens none: during a failover, every
-node of a cluster returns it for a moment. After ``READONLY`` the server's name is resolved again,
-because managed services move the name to the replica that they promote.
+since it may be promoted, or have space again. ``CLUSTERDOWN`` opens no breaker, because during a
+failover every node of a cluster returns it for a moment. After ``READONLY`` the server's name is
+resolved again, because managed services move the name to the replica that they promote.
 
 The protocol is implemented here for speed and deadlines. Clients that return ``bytes`` copy
 each value once more, and limit the time of a read, not of a call. Reading 64 values of 1 MiB into
@@ -27,7 +27,7 @@ given buffers, from Valkey 9.1 on loopback on two busy cores of an AMD EPYC, med
 
 | client | GiB/s | CPU seconds per GiB |
 |---|---|---|
-| this one | 1.34 | 0.19 |
+| this client | 1.34 | 0.19 |
 | valkey-py 6.2 with libvalkey, pipelines of 8 | 1.04 | 0.27 |
 | redis-py 8.1 with hiredis, pipelines of 8 | 0.94 | 0.32 |
 | valkey-py 6.2 alone, pipelines of 8 | 0.40 | 1.07 |
@@ -83,8 +83,9 @@ Answer: TypeAlias = Outcome | Route
 
 
 def _redirect(error: ServerError, asked: Server) -> Route | None:
-    """Parse ``MOVED slot host:port`` and ``ASK slot host:port``. A node that does not know its own
-    host leaves it out."""
+    """Return the route in an error of the form ``MOVED slot host:port`` or ``ASK slot host:port``;
+    None for other errors. A node that does not know its own host leaves it out, so the host of
+    ``asked`` is used."""
     with suppress(ValueError):
         code, _, place = str(error).split(" ")
         host, _, port = place.rpartition(":")
@@ -117,7 +118,7 @@ class _Calls(LoggedBreaker):
         self._accepted = False
 
     def lets_through(self, now: float) -> bool:
-        """Return True if a call may be made. If so, start to record the answers of the call."""
+        """Return True if a call may be made. Clears the record of the previous call's answers."""
         self._refused, self._accepted = None, False
         return super().lets_through(now)
 
@@ -151,7 +152,8 @@ class _Calls(LoggedBreaker):
         return reply
 
     def answered(self) -> None:
-        """Record that all commands of a call were answered."""
+        """Record that all commands of a call were answered. Closes the breaker if the server
+        accepted a command, opens it if the server refused every command, and logs changes."""
         now = time.monotonic()
         if self._refused is None:
             if self._accepted:
@@ -196,7 +198,7 @@ class ValkeyClient:
 
     @property
     def connected(self) -> bool:
-        """True if a connection is open: the server answered the latest call."""
+        """True if a connection is open, because the server answered the latest call."""
         return self._connection is not None
 
     def check(self, deadline: float) -> None:
@@ -230,7 +232,8 @@ class ValkeyClient:
         """Look up keys. Returns the result for each key; see ``RemoteStore``.
 
         Args:
-            asking: True if another node redirected these commands with ``ASK``; also below.
+            asking: True if another node redirected these commands with ``ASK``. ``get``, ``put``
+                and ``delete`` have the same argument.
         """
         return [
             found if not isinstance(found, int) else Outcome.HIT if found else Outcome.MISS
@@ -240,7 +243,8 @@ class ValkeyClient:
     def get(
         self, names: Sequence[bytes], buffer: memoryview, deadline: float, asking: bool = False
     ) -> Iterator[tuple[int, Answer, int]]:
-        """Read values into the buffer; see ``RemoteStore``. Yields index, result and length."""
+        """Read values into the buffer; see ``RemoteStore``. Yields for each key its index, the
+        result, and the length of the value in bytes, which is 0 without a value."""
         at = asked = 0
         try:
             connection = self._connected(deadline, self._reads)
@@ -282,8 +286,8 @@ class ValkeyClient:
     def delete(self, names: Sequence[bytes], deadline: float, asking: bool = False) -> list[Answer]:
         """Delete keys. Returns MISS for each key that no longer exists.
 
-        After abandoned writes, it returns LATE once, because the server may process these writes
-        from another connection after the deletion.
+        The first successful call after a write that was given up returns LATE for all keys, because
+        the server may process that write, from another connection, after the deletion.
         """
         found = self._ask_each(b"UNLINK", names, deadline, self._deletions, asking)
         deleted = [Outcome.MISS if isinstance(one, int) else one for one in found]
@@ -317,7 +321,7 @@ class ValkeyClient:
         return found
 
     def close(self) -> None:
-        """Close the connection. Idempotent; afterwards the server is down."""
+        """Close the connection. Idempotent. Later calls treat the server as down."""
         self._closed = True
         self._drop()
 
@@ -372,7 +376,8 @@ class ValkeyClient:
             raise
 
     def _lost(self, error: Exception) -> Outcome:
-        """Record that a call failed. Later calls use a new connection, if any."""
+        """Record that a call failed, close the connection, and return LATE or DOWN as the outcome
+        of the call. If the server was not called at all, only return DOWN."""
         if isinstance(error, _NotAskedError):
             return Outcome.DOWN
         late, now = isinstance(error, TimeoutError), time.monotonic()
@@ -431,8 +436,9 @@ class _NotAskedError(Exception):
 
 
 def _let_in(connection: Connection) -> None:
-    """Read the reply to a password. Errors other than a refusal are not passed on literally,
-    because a server that does not know the command may repeat the password."""
+    """Read the reply to a password. Raises ServerError if the server does not accept the password.
+    Messages of errors other than a refusal are replaced, because a server that does not know the
+    command may repeat the password."""
     try:
         connection.replies.status()
     except ServerError as error:

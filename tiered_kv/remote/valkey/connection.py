@@ -123,7 +123,8 @@ class Connection:
         self.replies = Replies(self._receive)
 
     def _reach(self, addresses: Sequence[Address]) -> socket.socket:
-        """Return a connected socket. The time until the deadline is divided among the addresses."""
+        """Return a socket that is connected to one of the addresses. The time until the deadline is
+        divided among the addresses. Raises OSError if no connection succeeds."""
         failed: OSError | None = None
         for at, address in enumerate(addresses):
             try:
@@ -201,7 +202,15 @@ class Connection:
             return count
 
     def _wait(self, error: OSError, event: int) -> None:
-        """Wait until the socket is ready for a call that would block."""
+        """Wait until a call that would have blocked can be repeated.
+
+        Args:
+            error: the call's exception.
+            event: ``POLLIN`` or ``POLLOUT``, for a connection without TLS.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+        """
         if isinstance(error, ssl.SSLWantReadError | ssl.SSLWantWriteError):  # either direction
             event = select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT
         poll = select.poll()

@@ -44,7 +44,8 @@ class ServerError(Exception):
 
 
 class Replies:
-    """Reads a server's replies from a connection.
+    """Reads a server's replies from a connection. All methods that read raise ServerError for an
+    error reply, ProtocolError for any other unexpected reply, and the errors of ``receive``.
 
     Args:
         receive: receives at least one byte into memory and returns the number of bytes, or raises
@@ -72,11 +73,12 @@ class Replies:
             raise ProtocolError(f"expected a status, got {line[:40]!r}")
 
     def number(self) -> int:
-        """Read an integer."""
+        """Read an integer reply, and return the integer."""
         return self._integer(self._line(), b":")
 
     def length(self) -> int:
-        """Read the start of a value: its length in bytes, or ``ABSENT`` if it is missing.
+        """Read the start of a value, and return its length in bytes, or ``ABSENT`` if the value is
+        missing.
 
         ``value`` or ``skip`` must follow, unless the value is missing.
         """

@@ -1,7 +1,7 @@
 """Export of pages from stores to plain files.
 
 The export has the folder layout of a root: ``OUT/<fingerprint>/<replica>-<rank>/<key>.page``.
-``OUT/manifest.json`` describes each page.
+``OUT/manifest.json`` describes each exported page, and lists the pages that could not be read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Exported:
 
     Attributes:
         pages: manifest entry of each page.
-        failed: reasons for pages that could not be read, by location.
+        failed: reasons why pages could not be read, by location: segment file and offset.
     """
 
     pages: list[dict[str, object]] = field(default_factory=list)
@@ -53,13 +53,14 @@ def export(
     stored: bool,
     advance: Callable[[int], None],
 ) -> Exported:
-    """Write pages and a manifest.
+    """Write pages of stores, and a manifest of these pages, into a folder. Pages that cannot be
+    read are left out, and listed in the result.
 
     Args:
         key: key of the page to export, from every store that has it; None for all pages.
         out: folder that is empty or does not exist yet.
         stored: True to also write each page's encoded plane and zstd frame, and the codec table.
-        advance: called with the number of pages finished.
+        advance: called with 1 after each page, whether the page was exported or could not be read.
 
     Raises:
         StoreError: no store has the page, or ``out`` is not empty.
@@ -114,7 +115,7 @@ def _write(
     out: Path,
     stored: bool,
 ) -> dict[str, object]:
-    """Write a page. Returns its manifest entry."""
+    """Write a page's files. Returns the page's manifest entry."""
     header, entry = place.segment.loaded.header, place.entry
     folder = out / inventory.info.fingerprint.hex() / inventory.info.path.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,8 @@ from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, StoreLock, 
 from .inventory import StoreInfo
 
 LEFTOVER_S = 60.0
-"""Age at which probe files and empty folders count as abandoned, seconds. Opening a store takes 1
-or 2 s."""
+"""Age at which probe files and empty folders count as abandoned, seconds. A process that opens a
+store needs such files and folders for only 1 or 2 s."""
 
 _CLOCK_SET = 365 * 86400.0
 _PROBE_NAME = re.compile(r"\.probe-[0-9]+")
@@ -36,8 +36,8 @@ class Selection:
     """Criteria of the stores to delete. A store must meet all of them.
 
     Attributes:
-        unused_s: minimum time since the last use, seconds.
-        fingerprint: first hexadecimal digits of the fingerprint.
+        unused_s: minimum time since the store's last use, seconds; 0 for any.
+        fingerprint: first hexadecimal digits of the store's fingerprint; empty for any.
     """
 
     unused_s: float = 0.0
@@ -55,13 +55,14 @@ class Selection:
 
 
 def holder_of(store: StoreInfo) -> str:
-    """Return the process that has a store open, as named in its lock; empty if no process has it
-    open."""
+    """Return a short description of the process that has a store open, from the store's lock; an
+    empty text if no process has the store open."""
     return short_owner(store.holder) if store.locked else ""
 
 
 def delete_store(store: StoreInfo) -> None:
-    """Delete a store's segments, its lock and its folder.
+    """Delete a store's segments, its lock and its folder, and the folder of its fingerprint if no
+    store is left there. Does nothing if the store no longer exists.
 
     Raises:
         StoreBusyError: a process has the store open; nothing was deleted.
@@ -96,11 +97,12 @@ def delete_store(store: StoreInfo) -> None:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """List probe files and folders without a store, deepest first, except recent ones."""
+    """Return the probe files and the folders without a store under a root, except recent ones. A
+    folder follows the folders that it contains."""
     found = []
     old = time.time() - LEFTOVER_S
     for path in sorted(root.iterdir()):
-        with suppress(OSError):  # it has vanished, or ``find_stores`` reports it
+        with suppress(OSError):  # the path has vanished, or ``find_stores`` reports it
             here = path.lstat()
             if stat.S_ISDIR(here.st_mode) and FINGERPRINT_NAME.fullmatch(path.name):
                 found += list(_empty_folders(path, old))

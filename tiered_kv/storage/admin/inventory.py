@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tiered_kv.codecs.base import Codec, CodecError
 from tiered_kv.codecs.registry import codec_name, from_table
+from tiered_kv.config import ENV_PREFIX
 from tiered_kv.file_lock import is_locked, read_owner
 from tiered_kv.keys import PageKey
 from tiered_kv.plain_files import opened
@@ -30,7 +31,8 @@ class StoreInfo:
 
     Attributes:
         locked: True if a process has the store open.
-        holder: description of that process, or of the last process; empty if unknown.
+        holder: description of the process that has the store open, or of the last process that had
+            it open; empty if unknown.
         last_use: time of last use, seconds since 1970.
         segments: paths of its segments, oldest first.
         nbytes: size of its segments on disk, bytes.
@@ -60,7 +62,7 @@ class Listing:
 
 
 def list_stores(root: Path) -> Listing:
-    """List every store under a root."""
+    """Return the stores under a root, and the paths that were skipped."""
     folders = store_folders(root)
     stores, odd = [], dict(folders.odd)
     for folder in folders.paths:
@@ -84,7 +86,7 @@ def list_stores(root: Path) -> Listing:
                 )
             )
         except FileNotFoundError:
-            continue  # it vanished meanwhile
+            continue  # the store vanished meanwhile
         except OSError as error:
             odd[lock] = error.strerror or str(error)
     return Listing(sorted(stores, key=lambda store: store.last_use), odd)
@@ -140,7 +142,8 @@ class Segment:
 
     @property
     def records_end(self) -> int:
-        """End of the records, including records superseded before the segment was sealed."""
+        """Offset of the end of the records, bytes. Records that were superseded before the segment
+        was sealed are included."""
         loaded = self.loaded
         if not loaded.sealed:
             return loaded.end
@@ -184,13 +187,14 @@ class Inventory:
 
     @property
     def dead_bytes(self) -> int:
-        """Size of the superseded records in readable segments, bytes."""
+        """Size of the superseded or dropped records in readable segments, bytes."""
         records = sum(one.records_end - one.loaded.header.header_bytes for one in self.segments)
         return records - sum(place.entry.nbytes for place in self.pages.values())
 
     @property
     def ranks(self) -> int:
-        """Number of the engine's ranks, from the newest readable segment; 0 if there is none."""
+        """Number of the engine's ranks, from the newest readable segment; 0 without a readable
+        segment."""
         return self.segments[-1].loaded.header.ranks if self.segments else 0
 
     @property
@@ -200,7 +204,8 @@ class Inventory:
 
 
 def take_inventory(info: StoreInfo) -> Inventory:
-    """Read a store's contents. Segments that vanish meanwhile are left out."""
+    """Read a store's contents. Unreadable segments are listed in ``Inventory.unreadable``. Segments
+    that vanish meanwhile are left out."""
     found = Inventory(info, [], {}, {})
     for path in info.segments:
         with faults_noted(path, found.unreadable):
@@ -214,8 +219,9 @@ def take_inventory(info: StoreInfo) -> Inventory:
 
 @contextmanager
 def faults_noted(path: Path, faults: dict[Path, str]) -> Iterator[None]:
-    """Record the error that ends the reading of a segment in a ``with`` block. A segment that has
-    vanished, or has no header yet, is not a fault."""
+    """Suppress the ``OSError`` or ``FormatError`` that a ``with`` block raises while it reads a
+    segment, and record the error in ``faults``. A segment that has vanished, or has no header yet,
+    is not a fault."""
     try:
         yield
     except (FileNotFoundError, BlankSegment):
@@ -255,12 +261,14 @@ def opened_segment(info: StoreInfo, path: Path) -> Iterator[tuple[int, LoadedSeg
 
 
 def codec_of(header: SegmentHeader) -> Codec:
-    """Return the codec of a segment's pages.
+    """Return the codec of a segment's pages. A codec from another package is imported only if
+    TIERED_KV_CODEC names it.
 
     Raises:
-        FormatError: the codec is unknown.
+        FormatError: the codec is unknown, or from another package and not named or not available.
     """
+    trusted = os.environ.get(f"{ENV_PREFIX}CODEC", "")
     try:
-        return from_table(header.codec_id, header.table, header.page_format)
+        return from_table(header.codec_id, header.table, header.page_format, trusted)
     except CodecError as error:
         raise FormatError(str(error)) from error

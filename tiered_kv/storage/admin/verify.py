@@ -1,8 +1,9 @@
 """Verification of a store by reading every page.
 
-A store can be verified while another process has it open: in a segment that is being written, only
-durable groups are checked. In a segment left by a killed process, everything is checked except the
-group that was being written. This group cannot be distinguished from damage, and is never read.
+A store can be verified while another process has it open. Records are made durable in groups. In a
+segment without a footer, which is being written or was left by a killed process, incomplete records
+of the last group are not reported: the process may have been writing them, and no process reads
+them.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ class BadPage:
 
 @dataclass(slots=True)
 class VerifyResult:
-    """Result of a check.
+    """Result of verifying segments.
 
     Attributes:
+        segments, pages: number of segments and of pages that were checked.
         nbytes: bytes read.
         bad_segments: faults of whole segments, by path: the segment is unreadable, or its header
             or footer is damaged.
@@ -98,7 +100,7 @@ def verify_store(info: StoreInfo, advance: Callable[[int], None]) -> VerifyResul
     """Read and check every page of a store.
 
     Args:
-        advance: called with the bytes of each finished segment.
+        advance: called with the size of each finished segment, bytes.
     """
     checked = VerifyResult()
     for path in info.segments:
@@ -127,7 +129,8 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
     """Check the header and the footer, padding included.
 
     Raises:
-        FormatError: the header or the footer differs from what was written.
+        FormatError: the header or the footer differs from what was written, or the file is
+            truncated.
     """
     header = loaded.header
     if read_blocks(_FILES, fd, 0, header.header_bytes) != pack_segment_header(header):
@@ -147,8 +150,8 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
 
 
 def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
-    """Return True if the file ends with a trailer, even a damaged one: its magic or its nonce is
-    right."""
+    """Return True if the file ends with a trailer, even a damaged one, which is recognized by its
+    magic or its nonce."""
     size = loaded.size // BLOCK * BLOCK
     trailer = bytes(read_blocks(_FILES, fd, size - BLOCK, BLOCK)[-TRAILER_BYTES:])
     nonce = loaded.header.nonce.to_bytes(8, "little")
@@ -172,7 +175,12 @@ def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
 def _check_records(
     fd: int, path: Path, loaded: LoadedSegment, checked: VerifyResult
 ) -> dict[int, RecordHeader]:
-    """Return the headers of the good records, by offset. Bad records are added to ``checked``."""
+    """Read and check the records of a segment. Returns the headers of the good records, by offset.
+    The bad records, and the numbers of pages and bytes, are added to ``checked``.
+
+    Raises:
+        FormatError: the codec of the segment is unknown.
+    """
     codec = codec_of(loaded.header)
     page = np.empty(loaded.header.page_format.page_bytes, np.uint8)
     buffer = aligned_bytes(max((entry.nbytes for entry in loaded.entries), default=0))

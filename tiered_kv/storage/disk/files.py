@@ -46,11 +46,12 @@ class FileLayer(Protocol):
         folders survive a power failure."""
 
     def names(self, folder: Path) -> list[str]:
-        """List the plain files in the folder by name, in any order, without links, pipes or
-        devices."""
+        """Return the names of the plain files in the folder, in any order. Links, pipes and devices
+        are left out."""
 
     def free(self, folder: Path) -> int:
-        """Return the free bytes for files in the folder; 0 if the disk accepts no more files."""
+        """Return the number of bytes that are free for files in the folder; 0 if the disk accepts
+        no more files."""
 
     def open(self, path: Path, access: Access, *, direct: bool) -> int:
         """Open a plain file, following no link. ``direct`` bypasses the page cache (EINVAL where
@@ -62,7 +63,8 @@ class FileLayer(Protocol):
         """Return the size of a file, bytes."""
 
     def preallocate(self, fd: int, nbytes: int) -> None:
-        """Extend the file to ``nbytes`` zeros, with its space reserved if possible."""
+        """Extend the file to ``nbytes`` bytes with zeros, and reserve its disk space if
+        possible."""
 
     def truncate(self, fd: int, nbytes: int) -> None: ...
 
@@ -87,13 +89,13 @@ class FileLayer(Protocol):
 
 
 class RealFiles:
-    """The operating system itself."""
+    """The file layer of the operating system."""
 
     def make_folders(self, folder: Path) -> None:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(mode=FOLDER_MODE, exist_ok=True)
-            with contextlib.suppress(PermissionError):  # it may be writable but not readable
+            with contextlib.suppress(PermissionError):  # the parent may not be readable
                 self.sync_folder(path.parent)
 
     def names(self, folder: Path) -> list[str]:

@@ -23,9 +23,11 @@ class DiskSpeed:
 
 
 def measure_disk(folder: Path, threads: int, nbytes: int = 64 << 20) -> DiskSpeed:
-    """Write and read a file of ``nbytes`` in ``folder`` on ``threads`` threads, then delete it.
+    """Measure a disk by writing and reading a temporary file of ``nbytes`` bytes in ``folder``, on
+    ``threads`` threads.
 
-    Takes a tenth of a second on a fast disk. Without direct I/O the result includes the page cache.
+    The measurement takes a tenth of a second on a fast disk. Without direct I/O the result includes
+    the page cache.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.

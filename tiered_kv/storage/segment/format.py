@@ -49,10 +49,10 @@
                                   u64, offset of the footer u64, count u32, key bytes u32 of all
                                   keys, digest 16 of entries and keys, digest 16 of the trailer
 
-Little-endian throughout; every part starts at a block (4 KiB). The payload of a page that is stored
-raw also starts at a block, if the page consists of whole blocks. It is then transferred between the
-caller's memory and the disk without copying, and its record takes no more space than if it followed
-its header directly.
+Integers are little-endian. Every part starts at a block (4 KiB). The payload of a page that is
+stored raw also starts at a block, if the page consists of whole blocks. The payload is then
+transferred between the caller's memory and the disk without copying, and the record takes no more
+space than if the payload followed the record's header directly.
 
 The module also defines the sizes of segments: the usual size, and the bounds that a page format
 sets.
@@ -134,7 +134,7 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """Fields of a record header, without those that repeat fields of its segment."""
+    """Fields of a record header, except the fields that repeat fields of its segment."""
 
     key: PageKey
     ordinal: int
@@ -190,8 +190,8 @@ def record_bytes(key_bytes: int, stored_bytes: int) -> int:
 
 
 def footer_bytes(count: int, key_bytes: int) -> int:
-    """Return the length of a footer of ``count`` entries with ``key_bytes`` bytes of keys,
-    bytes."""
+    """Return the length in bytes of a footer that has ``count`` entries and ``key_bytes`` bytes of
+    keys."""
     return aligned(count * ENTRY.itemsize + key_bytes + TRAILER_BYTES)
 
 

@@ -1,7 +1,7 @@
 """Bytes of the headers and footers of segments, and of the headers of records.
 
-``format`` has the tables, the values and the lengths. Parsing is total: any bytes either give a
-value or raise ``FormatError``.
+``format`` defines the layouts, the values and the lengths. Parsing accepts any bytes: a function
+either returns a value or raises ``FormatError``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .format import (
 
 
 def pack_segment_header(header: SegmentHeader) -> bytes:
-    """Return the bytes of a segment header; there are ``header.header_bytes`` of them."""
+    """Return the ``header.header_bytes`` bytes of a segment header."""
     fixed = SEGMENT.pack(
         SEGMENT_MAGIC,
         VERSION,
@@ -124,7 +124,7 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
 
 
 def pack_record_header(segment: SegmentHeader, record: RecordHeader) -> bytes:
-    """Return the bytes of a record header; there are ``record.header_bytes`` of them."""
+    """Return the ``record.header_bytes`` bytes of a record header."""
     nbytes = record.header_bytes
     fixed = RECORD.pack(
         RECORD_MAGIC,

@@ -1,7 +1,7 @@
 """Contents of a segment, from its footer or, without one, from its records.
 
-Takes no lock and writes nothing, so it works on a segment in use. Such a file may grow, shrink or
-vanish between two reads, which is reported as damage.
+Loading takes no lock and writes nothing, so it works on a segment in use. Such a file may grow,
+shrink or vanish between two reads, which is reported as damage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .scanner import scan
 
 _START_BYTES = 64 << 10
 END_BYTES = 512 << 10
-"""Number of bytes read in one call from the end of a segment. Most footers fit into them."""
+"""Number of bytes read in one call from the end of a segment. Most footers are shorter."""
 
 
 class BlankSegment(FormatError):
@@ -55,7 +55,7 @@ def load_segment(
     Raises:
         BlankSegment: the segment has no header yet.
         FormatError: the header is incomplete or damaged, or the file is longer than any segment; or
-            ``check`` raised it.
+            ``check`` raised a ``FormatError``.
         OSError: the disk failed.
     """
     size = files.size(fd)

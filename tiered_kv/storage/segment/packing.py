@@ -29,7 +29,7 @@ class PageToWrite:
     Attributes:
         index: position of the page in that call.
         page: raw bytes of the page, or the encoded page.
-        written: time of its first write, seconds since 1970.
+        written: time of the page's first write, seconds since 1970.
     """
 
     index: int
@@ -46,7 +46,8 @@ class PackedRecord:
         start: offset of the record in the buffer, a multiple of a block.
         nbytes: length of the record on disk, and in the buffer unless the record is in two pieces.
         digest: digest of plane and frame.
-        page: the page, if the buffer holds only the header, as one block; otherwise None.
+        page: the raw page, if the buffer contains only the record's header, in one block; None if
+            the buffer contains the whole record.
     """
 
     index: int
@@ -61,7 +62,7 @@ class PackedRecord:
 
     @property
     def end(self) -> int:
-        """End of the record: its offset in the buffer, in bytes."""
+        """Offset of the end of the record in the buffer, bytes."""
         return self.start + (self.nbytes if self.page is None else BLOCK)
 
 
@@ -153,8 +154,8 @@ def finish_headers(
     """Fill in the headers of adjacent records. Returns the bytes to write, in pieces.
 
     Args:
-        ordinal: ordinal of the first record in its segment.
-        group: ordinal of the first record of the group.
+        ordinal: number of the first of these records in the segment, from 0.
+        group: number of the first record that becomes durable together with these records.
     """
     data, pieces = buffer.data, []
     begin = records[0].start

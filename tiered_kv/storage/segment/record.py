@@ -27,7 +27,8 @@ def read_blocks(files: FileLayer, fd: int, offset: int, nbytes: int) -> memoryvi
 def open_record(
     header: SegmentHeader, key: PageKey, record: memoryview
 ) -> tuple[RecordHeader, EncodedPage]:
-    """Return the stored page in a record's bytes. The result aliases these bytes.
+    """Check a record's bytes. Returns the record's header, and its stored page, which aliases these
+    bytes.
 
     Raises:
         FormatError: the bytes are not a record of that page and segment, or are damaged.
@@ -68,7 +69,7 @@ def decode_record(
     record: memoryview,
     out: Bytes,
 ) -> RecordHeader:
-    """Check the bytes of a record and decode its page into ``out``.
+    """Check the bytes of a record and decode its page into ``out``. Returns the record's header.
 
     Raises:
         FormatError: the bytes are not a complete record of that page; ``out`` is undefined.

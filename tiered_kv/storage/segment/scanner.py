@@ -53,8 +53,8 @@ class _Window:
     content: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def from_(self, offset: int, nbytes: int) -> memoryview:
-        """Return whole blocks starting at ``offset``, at least one. If they are not buffered yet,
-        reads ``nbytes`` bytes."""
+        """Return whole blocks starting at ``offset``, at least one. If these blocks are not
+        buffered yet, reads ``nbytes`` bytes."""
         if not self.begin <= offset < self.begin + len(self.content):
             nbytes = min(nbytes, self.size - offset)
             self.content = read_blocks(self.files, self.fd, offset, nbytes)
@@ -105,7 +105,8 @@ class _Segment:
         return record if record.ordinal >= least and record.nbytes <= room else None
 
     def _search(self, window: _Window, offset: int, least: int) -> tuple[int, RecordHeader] | None:
-        """Find the next record after damage, with its offset."""
+        """Return the next record from ``offset`` on whose ordinal is at least ``least``, with its
+        offset; None if there is no such record. Used to skip damage."""
         while offset < self.size:
             chunk = window.from_(offset, _READ_BYTES)
             firsts = np.frombuffer(chunk, "S4")[:: BLOCK // 4]

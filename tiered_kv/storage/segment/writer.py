@@ -45,7 +45,8 @@ class _Flight:
 
 
 class SegmentWriter:
-    """The growing end of a segment. Owned by one thread; ``threads`` write to the disk.
+    """Appends records to a segment. One thread calls the methods; the threads that are passed to
+    ``append`` write to the disk.
 
     Args:
         fd: descriptor of a new segment of ``size`` zeros.
@@ -95,7 +96,8 @@ class SegmentWriter:
         write_content(self._files, self._fd, pack_segment_header(self._header), 0, self._buffers)
 
     def fitting(self, records: Sequence[PackedRecord]) -> int:
-        """Count the leading records that fit together with the footer."""
+        """Return the number of leading records that fit into the segment together with its
+        footer."""
         end, keys = self.end, self._key_bytes
         for i, record in enumerate(records):
             end += record.nbytes
@@ -113,8 +115,8 @@ class SegmentWriter:
         if len(waiting) >= in_flight:
             waiting[0].future.exception()
         future = threads.submit(self._write, buffer, records, self.end, self._count, self._group)
-        # Places are computed while the disk is busy. Once it is done, nothing should delay the
-        # lookup of a page.
+        # Places are computed while the disk is busy. Once the disk is done, nothing should delay
+        # the lookup of a page.
         self._flights.append(_Flight(records, list(_places(records, self.end)), future))
         self.end += sum(record.nbytes for record in records)
         self._count += len(records)
@@ -139,8 +141,8 @@ class SegmentWriter:
             write_content(self._files, self._fd, b"".join(pieces), offset, self._buffers)
 
     def commit(self) -> Commit:
-        """Make all records that were appended since the last commit durable. Returns which of them
-        are durable."""
+        """Make all records that were appended since the last commit durable. Returns the durable
+        records, and the error that made other records fail."""
         flights, self._flights = self._flights, []
         errors = [flight.future.exception() for flight in flights]
         whole = next((i for i, error in enumerate(errors) if error is not None), len(flights))
@@ -188,8 +190,9 @@ def write_footer(
     footer is scanned.
 
     Args:
-        end: end of the last record, bytes. The footer is at the end of the file unless it would
-            leave a large gap; it then starts at ``end``, and the file is truncated after it.
+        end: end of the last record, bytes. The footer is at the end of the file unless this
+            position would leave a large gap. In that case the footer starts at ``end``, and the
+            file is truncated after the footer.
 
     Raises:
         OSError: the disk failed. The segment is unchanged, or ends in garbage.

@@ -1,4 +1,5 @@
-"""Index of a writer's folder: the location of each value. The index is append-only.
+"""Index of a writer's folder: the location of each value in the folder's packs, which are files of
+values. The index is append-only.
 
     | bytes of the head | content |
     |---|---|
@@ -34,7 +35,7 @@ _ENTRY = struct.Struct("<HHIQQ")
 _DIGEST_BYTES = 8
 MOST_NAME_BYTES = 1 << 12
 MOST_OFFSET = 1 << 62
-"""Maximum end of a value, bytes. No file is as long, and the system accepts no larger offset."""
+"""Maximum end of a value, bytes. No file is that long, and the system accepts no larger offset."""
 
 
 class Kind(IntEnum):
@@ -74,7 +75,7 @@ def head_of(number: bytes) -> bytes:
 
 
 def number_in(head: bytes) -> bytes | None:
-    """Return the number of an index from its first bytes; None if these are not the head of a
+    """Return the number of an index from its first bytes; None if the bytes are not the head of a
     readable index."""
     begin = MAGIC + VERSION.to_bytes(8, "little")
     return head[len(begin) :] if len(head) == HEAD_BYTES and head.startswith(begin) else None
@@ -90,7 +91,7 @@ def pack_entries(entries: Sequence[Entry], number: bytes) -> bytes:
 
 
 def parse_entries(data: bytes, number: bytes) -> tuple[list[Entry], int]:
-    """Return the entries up to the first incomplete entry, and their size, bytes."""
+    """Return the entries up to the first incomplete or damaged entry, and their size, bytes."""
     entries: list[Entry] = []
     at = 0
     while at + _ENTRY.size <= len(data):

@@ -8,8 +8,8 @@ space is short, the folders of processes that are long gone are deleted, then th
 packs.
 
 A full disk accepts no writes, not even a record of a deletion. So packs are deleted before the
-deletion is recorded. In between, a reader finds the pack missing, which is a miss. So does a
-process that opens the folder of a process that was killed at that point.
+deletion is recorded. In between, a reader finds the pack missing, which is a miss. If the process
+is killed at that point, the next process that takes over the folder also finds the pack missing.
 
 The module also reads the contents of a writer's folder from its index.
 """
@@ -47,8 +47,8 @@ from .index_entries import (
 
 INDEX_NAME = "index"
 GONE = (errno.ENOENT, errno.ESTALE)
-"""Errors that mean that a file no longer exists. On a network file system they also occur for an
-open file."""
+"""Errors that mean that a file no longer exists. On a network file system these errors also occur
+for an open file."""
 READ_BYTES = 1 << 20
 
 
@@ -111,7 +111,8 @@ class FolderReader:
         self._read_to = 0
 
     def refresh(self) -> None:
-        """Read the entries that were added to the index since the last call.
+        """Read the entries that were added to the index since the last call. If the index was
+        rewritten, reads it from the start. If the index no longer exists, forgets all values.
 
         Raises:
             OSError: the index exists but cannot be read.
@@ -143,7 +144,7 @@ class FolderReader:
 
 
 class OpenPacks:
-    """Packs, each opened once.
+    """Packs, which are opened at their first use and stay open until ``close``.
 
     Args:
         flags: flags with which packs are opened, as for ``os.open``.
@@ -178,8 +179,8 @@ KEPT_FREE = 0.1
 """Fraction of the file system that is left free for other uses."""
 SIGN_OF_LIFE_S = 60.0
 GONE_S = 24 * 3600.0
-"""Time without a sign of life after which a folder may be deleted, seconds. If its process returns
-after that, the process creates another folder."""
+"""Time without a sign of life after which a folder may be deleted, seconds. If the folder's process
+resumes after that, the process creates another folder."""
 LOOK_FOR_GONE_S = 60.0
 MOST_STALE = 1024
 """Number of stale entries, beyond the number of live ones, that trigger a rewrite of the index."""
@@ -238,7 +239,7 @@ class OwnFolder:
         """Add values. Returns STORED, REFUSED or LATE for each value.
 
         Raises:
-            OSError: any of the values may have been added.
+            OSError: a write failed. Any of the values may have been added nonetheless.
         """
         self.show_life()
         self._spare = self._spare_bytes()
@@ -274,10 +275,11 @@ class OwnFolder:
         return outcomes
 
     def delete(self, names: Sequence[bytes]) -> None:
-        """Delete the values with these names.
+        """Delete the values with these names. On a full disk, which accepts no record of the
+        deletion, deletes the packs that contain these values.
 
         Raises:
-            OSError: any of the values may still be readable.
+            OSError: a write or a deletion failed. Any of the values may still be readable.
         """
         nowhere = Place(0, 0, 0)
         places = {
@@ -300,8 +302,8 @@ class OwnFolder:
     # -- packs ----------------------------------------------------------------------
 
     def _placed(self, files: OpenPacks, parts: Parts, nbytes: int, busy: set[int]) -> Place:
-        """Write a value. If the file system has less space than it reports, for example because of
-        a quota, delete the oldest pack and try once more.
+        """Write a value, and return its location. If the file system has less space than it
+        reports, for example because of a quota, delete the oldest pack and try once more.
 
         Args:
             busy: packs that must not be deleted.
@@ -410,7 +412,8 @@ class OwnFolder:
         return freed
 
     def show_life(self) -> None:
-        """Show other hosts, once in a while, that this process still uses the folder.
+        """Show other hosts, at most every ``SIGN_OF_LIFE_S`` seconds, that this process still uses
+        the folder.
 
         Raises:
             OSError: the lock file cannot be updated.
@@ -469,7 +472,7 @@ class OwnFolder:
 
 
 def folders_in(root: Path) -> list[Path]:
-    """Return the writers' folders under a root.
+    """Return the folders under a root, except links. Some of them may not be writers' folders.
 
     Raises:
         OSError: the root cannot be read.
@@ -479,15 +482,15 @@ def folders_in(root: Path) -> list[Path]:
 
 
 def _first_free(root: Path) -> tuple[Path, int]:
-    """Lock the first folder of this host that no process uses. Returns the folder, and the
-    descriptor of its lock."""
+    """Lock the first of this host's folders that no process uses, and create it if necessary.
+    Returns the folder, and the descriptor of its lock."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())[:64] or "host"
     for number in itertools.count():
         folder = root / f"{host}.{number}"
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
         try:
             fd = open_plain(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
-        except PermissionError:  # it belongs to another user
+        except PermissionError:  # the folder belongs to another user
             continue
         try:
             if try_lock(fd) and os.fstat(fd).st_nlink:

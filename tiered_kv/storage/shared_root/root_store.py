@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 REFRESH_S = 0.5
 """Time for which the indexes count as current after they were read, seconds."""
 NOT_WRITABLE = (*FULL, errno.EROFS, errno.EACCES)
-"""Errors of a write that do not affect reads, which continue."""
+"""Errors of a write after which reads continue."""
 AHEAD = 8
-"""Number of values that the operating system is advised to read in advance."""
+"""Minimum number of values that the operating system is advised to read in advance."""
 
 
 class SharedRoot:
     """A shared folder as a ``RemoteStore``.
 
     Args:
-        root: the folder, which must exist. It is not created, because a missing mount must not
-            cause writes to the disk below it.
+        root: the folder, which must exist. The folder is not created if it is missing, because a
+            missing mount must not cause writes to the disk below the mount point.
         most_bytes: maximum size of this process's folder, bytes.
     """
 
@@ -128,7 +128,8 @@ class SharedRoot:
         return outcomes
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
-        """Delete values that this process has put, and forget values of other processes."""
+        """Delete values that this process has put, and forget values of other processes. Returns
+        False if values of this process may still exist."""
         for reader in self._others.values():
             for key in keys:
                 reader.contents.places.pop(key.name, None)

@@ -55,12 +55,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Space that a store may still allocate, bytes.
+    """A store's share of the disk space, and how much of it the store may still allocate, bytes.
 
     Attributes:
-        segment: size of its next segment, which is smaller than usual if the disk has little space.
-        share: size of its share.
-        owed: its share minus its current size; negative if it has more.
+        segment: size of the next segment, which is smaller than usual if the disk has little space.
+        share: space that the store may use.
+        owed: ``share`` minus the store's current size; negative if the store exceeds its share.
         room: part of ``owed`` that is available before other stores shrink.
         blocked: True if not even one segment can be allocated.
     """
@@ -73,7 +73,8 @@ class Outlook:
 
 
 class Capacity:
-    """Share of one store in the space under its root. The caller holds the store's lock."""
+    """Computes one store's share of the disk space under its root, and frees space for the store's
+    segments. The caller must hold the store's lock."""
 
     def __init__(self, files: FileLayer, options: StoreOptions) -> None:
         self._files = files
@@ -213,8 +214,8 @@ class Capacity:
 
 
 def _wanted(usage: Usage, segment: int) -> int:
-    """Return the space that must be free for another segment, bytes. Survivors need space as
-    well."""
+    """Return the space that must be free before another segment is created, bytes. A store that
+    already has segments also needs space for survivors."""
     return 2 * segment if usage.own else segment
 
 

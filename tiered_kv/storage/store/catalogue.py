@@ -28,8 +28,8 @@ LAST_NUMBER = 99_999_999
 NEARLY_LAST_NUMBER = LAST_NUMBER - 10_000_000
 """Largest segment number that is accepted from an earlier process.
 
-No disk lives long enough to reach it, and no process writes enough segments to get from it to
-``LAST_NUMBER``.
+No disk lives long enough to reach this number, and no process writes enough segments to get from
+this number to ``LAST_NUMBER``.
 """
 
 
@@ -66,7 +66,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A live page."""
+    """A live page: the segment that contains it, and its location there."""
 
     segment: Segment
     place: FooterEntry
@@ -126,7 +126,8 @@ class Catalogue:
     # -- segments -----------------------------------------------------------------
 
     def add(self, segment: Segment) -> None:
-        """Add a segment that is newer than all others. It stays open unless too many are open."""
+        """Add a segment that is newer than all others. Its file stays open unless too many files
+        are open."""
         self.segments[segment.number] = segment
         if segment.writer is None and len(self.segments) > OPEN_FILES:
             self.close(segment)
@@ -167,7 +168,8 @@ class Catalogue:
                 self._context.files.close(fd)
 
     def close_some(self) -> None:
-        """Close files until at most ``OPEN_FILES`` are open. No thread may be using one of them."""
+        """Close files of segments without a writer until at most ``OPEN_FILES`` of these files are
+        open. No thread may be using one of these files."""
         held = [s for s in self.segments.values() if s.fd is not None and s.writer is None]
         for segment in held[: max(0, len(held) - OPEN_FILES)]:
             self.close(segment)

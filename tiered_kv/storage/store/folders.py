@@ -58,7 +58,8 @@ class SegmentFiles:
 
 
 def store_folders(root: Path) -> StoreFolders:
-    """Find the store folders under a root; empty if the root is missing or unreadable."""
+    """Find the store folders under a root. The result has no folders if the root is missing or
+    unreadable."""
     found = StoreFolders()
     for fingerprint in _folders(root, FINGERPRINT_NAME, found.odd):
         for folder in _folders(fingerprint, PLACE_NAME, found.odd):
@@ -86,8 +87,8 @@ def _folders(parent: Path, name: re.Pattern[str], odd: dict[Path, str]) -> Itera
 
 
 def _entries(folder: Path, name: re.Pattern[str], odd: dict[Path, str]) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder whose names match, sorted by name; empty if the folder is
-    missing."""
+    """Return the entries of a folder whose names match, sorted by name. The result is empty if the
+    folder is missing, or if it cannot be read, which is recorded in ``odd``."""
     try:
         with os.scandir(folder) as entries:
             found = [entry for entry in entries if name.fullmatch(entry.name)]
@@ -114,8 +115,8 @@ def _plain_file(path: Path, odd: dict[Path, str]) -> os.stat_result | None:
 
 
 def begins_like_segment(path: Path) -> bool:
-    """True if a file starts like a segment, or was created by a process that died before
-    writing."""
+    """True if a file starts like a segment, or was created by a process that died before writing.
+    False if the file cannot be read."""
     try:
         with opened(path) as fd:
             start = os.pread(fd, BLOCK, 0)

@@ -1,7 +1,8 @@
 """Locks of stores and roots.
 
 A ``lock`` is held with flock for as long as its store is open. It contains JSON naming the process,
-and was modified when the store was last used. A root's ``capacity.lock`` is held only briefly.
+and its modification time is the time of the store's last use. A root's ``capacity.lock`` is held
+only briefly.
 
     root/capacity.lock
     root/<fingerprint>/<replica>-<rank>/lock, 00000001.seg, 00000002.seg ...
@@ -45,7 +46,8 @@ class StoreLock:
     """The exclusive right of a process to write a store.
 
     Raises:
-        StoreBusyError: another process has the lock; the message names it.
+        StoreBusyError: another process has the lock, and the message names it; or the lock file has
+            other hard links.
         OSError: the folder cannot be used.
     """
 

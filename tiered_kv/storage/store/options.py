@@ -78,7 +78,8 @@ class StoreOptions:
         """Check that the options work with that codec for new pages.
 
         Raises:
-            StoreError: the options do not work with that codec.
+            StoreError: the fingerprint does not have 16 bytes, the codec has another page format,
+                or the capacity is less than two segments.
         """
         if len(self.fingerprint) != 16:
             raise StoreError("the fingerprint of a store must have 16 bytes")
@@ -142,6 +143,7 @@ class StoreContext:
     Attributes:
         direct: True if files are read and written with direct I/O.
         stats: totals, counted on the store's thread by the part that does the work.
+        full: limits how often a full disk is logged.
     """
 
     options: StoreOptions

@@ -35,7 +35,7 @@ class _Wanted:
         index: position of the page in that call.
         entry: catalogue entry of the page.
         out: memory for the page.
-        offset, nbytes: position and size of its record in the segment, bytes.
+        offset, nbytes: position and size of the page's record in the segment, bytes.
     """
 
     index: int
@@ -82,8 +82,8 @@ class _Read:
     """Adjacent pages, and the memory into which they are read.
 
     Attributes:
-        direct: for each page, True if it is read directly into ``out``. In this case only its
-            header is in the buffer.
+        direct: for each page, True if the page is read directly into ``out``. In this case only the
+            header of its record is in the buffer.
         sizes: bytes of the buffer for each page.
     """
 
@@ -151,7 +151,8 @@ class PageReader:
         bad: list[_Bad] = []
 
         def work() -> None:
-            """Read one run after another, while other threads prepare the next runs."""
+            """Take runs from ``source``, which all workers share, and read them until no run is
+            left."""
             try:
                 while True:
                     with mutex:
@@ -211,7 +212,7 @@ class PageReader:
                 context.files.uncache(fd, run[0].offset, nbytes)
         except OSError as error:
             context.buffers.give(buffer)
-            if error.errno == errno.EFAULT and any(direct):  # direct I/O cannot write to it
+            if error.errno == errno.EFAULT and any(direct):  # direct I/O cannot write to ``out``
                 self._read_run(fd, run, read, bad, in_place=False)
             elif len(run) == 1:
                 bad.append(_Bad.of(run[0], error))

@@ -137,7 +137,8 @@ class PageWriter:
                 )
                 records = records[1:]
             elif count == 0:
-                # It is sealed once its pending writes are done, so that the disk does not idle.
+                # The segment is sealed once its pending writes are done, so that the disk does
+                # not idle.
                 if not self._commit_full(stored):
                     return False
                 self._full = active
@@ -163,7 +164,8 @@ class PageWriter:
         self._context.buffers.give(buffer)
 
     def _commit_full(self, stored: set[int]) -> bool:
-        """Commit and seal the previous segment, if it is full. Returns False if that failed."""
+        """Commit and seal the previous segment, if it is full. Returns False if the commit
+        failed."""
         full, self._full = self._full, None
         if full is None or not self._commit(full, stored):
             return full is None
@@ -171,7 +173,8 @@ class PageWriter:
         return True
 
     def _commit(self, segment: Segment, stored: set[int]) -> bool:
-        """Make written pages durable, and then visible. Returns False if some of them failed."""
+        """Make the pages that were written to a segment durable, and then visible. Returns False if
+        some of these pages are not durable."""
         assert segment.writer is not None
         commit = segment.writer.commit()
         segment.end = segment.writer.end

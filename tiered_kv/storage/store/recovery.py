@@ -44,7 +44,8 @@ class Recovery:
         self._codec_from = codec_from
 
     def run(self) -> None:
-        """Find every page, and leave all segments sealed.
+        """Find every page, and seal the segments that are not sealed. Unusable segments are
+        deleted. Segments that cannot be read now are set aside.
 
         Raises:
             OSError: the folder cannot be read.
@@ -83,6 +84,7 @@ class Recovery:
         """Load a segment of an earlier process.
 
         Raises:
+            UnknownCodecError: the codec of the segment is not available.
             FormatError: the segment is unusable.
             OSError: the disk failed.
         """

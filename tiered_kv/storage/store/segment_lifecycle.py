@@ -82,7 +82,7 @@ class SegmentLifecycle:
         return segment
 
     def _create(self, codec: Codec) -> Segment:
-        """Create a file under the next free number."""
+        """Create a segment file under the next free number."""
         while True:
             header = self._header(codec)
             path = self._catalogue.path(header.number)

@@ -1,11 +1,11 @@
 """The SSD store of one rank: pages by key, in append-only segments that outlive the process.
 
-A put encodes pages on several threads, appends them to the active segment in large writes and
-makes them durable together; only then are they found. A get reads adjacent pages together,
-and checks key, lengths and checksum of each page. A full segment is sealed with a footer and never
-changes again. Space is freed by deleting whole segments: the owner decides (``proposal``,
-``reclaim``) which of their pages to write once more. Nothing is ever appended to a segment of an
-earlier process.
+A put encodes pages on several threads, appends them to the active segment in large writes and makes
+them durable together; only then are they found. A get reads adjacent pages together, and checks
+key, lengths and checksum of each page. A full segment is sealed with a footer and never changes
+again. Space is freed by deleting whole segments: the caller decides (``proposal``, ``reclaim``)
+which of their pages to write once more. Nothing is ever appended to a segment of an earlier
+process.
 
 ``put`` and ``get`` use the store's own threads. The parts of a store: ``catalogue`` (the segments,
 and the segment of each page), ``page_writer``, ``page_reader``, ``segment_lifecycle`` (creating and
@@ -121,7 +121,7 @@ class SegmentStore(PageStore):
         return len(self._catalogue.pages)
 
     def keys(self) -> list[PageKey]:
-        """Every page, oldest first. A page that was written once more counts as new."""
+        """Keys of all pages, oldest first. A page that was written once more counts as new."""
         return list(self._catalogue.pages)
 
     @property
@@ -169,10 +169,11 @@ class SegmentStore(PageStore):
         return self._writer.put(pages)
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
-        """Store pages that are already encoded. They are stored unchanged if they use the codec of
-        new pages.
+        """Store pages that are already encoded. Pages that use the codec of new pages are stored
+        unchanged; other pages are decoded and encoded again.
 
-        A store that has not trained a codec adopts their codec, so that no page is encoded twice.
+        A store that has not trained a codec adopts the codec of these pages, so that no page is
+        encoded twice.
         """
         codecs = [coded.codec for _, coded in pages]
         self._writer.adopt(codec for codec in codecs if codec is not None)
@@ -277,8 +278,8 @@ class SegmentStore(PageStore):
         """Invalidate every page on disk, durably.
 
         Raises:
-            StoreError: some pages may be left. The store is empty nonetheless, but the next process
-                could find them.
+            StoreError: the store is closed, or some pages may be left on disk. In the latter case
+                the store is empty nonetheless, but the next process could find these pages.
         """
         if self._catalogue.closed:
             raise StoreError("a closed store cannot be cleared: open it first")
@@ -292,7 +293,7 @@ class SegmentStore(PageStore):
             ) from error
 
     def close(self) -> None:
-        """Seal the active segment, stop the threads and unlock."""
+        """Seal the active segment, stop the threads, close all files and release the lock."""
         with self._resources:
             if (active := self._catalogue.active) is not None:
                 self._lifecycle.seal(active)

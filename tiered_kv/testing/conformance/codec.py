@@ -30,8 +30,8 @@ FORMATS = (
     PageFormat.of([Section(ElementType.BF16, 1280), Section(ElementType.FP32, 6912)] * 2, 0),
     PageFormat.of([Section(ElementType.OPAQUE, 77), Section(ElementType.FP8_E4M3, 4019)], 16),
 )
-"""Page formats to test: each element type, in pages with whole compression blocks, without any, and
-with uneven channels; and pages with several types."""
+"""Page formats to test: pages of each element type in three sizes, one of which does not divide
+evenly among the tokens; and pages that contain several element types."""
 
 
 def noise(page_format: PageFormat, seed: int) -> Bytes:
@@ -54,15 +54,15 @@ class CodecConformance:
 
     Attributes:
         codec_class: the class under test.
-        formats: the formats to test. The codec may refuse formats that it does not support.
+        formats: the page formats to test. The codec may refuse formats that it does not support.
     """
 
     codec_class: CodecClass
     formats: Sequence[PageFormat] = FORMATS
 
     def codecs(self, page_format: PageFormat) -> list[Codec]:
-        """Return an untrained codec, trained codecs, and a reader's copy of each; no codecs if the
-        codec refuses the format.
+        """Return an untrained codec, trained codecs, and a reader's copy of each codec. Returns an
+        empty list if the codec refuses the format.
         """
         try:
             codec = self.codec_class(page_format)

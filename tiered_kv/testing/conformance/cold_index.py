@@ -265,8 +265,8 @@ class ColdIndexConformance:
 
 
 class _Script:
-    """Makes random calls, and tracks the content of each slot: a page, a part of a bundle, or
-    garbage.
+    """Makes random calls of an index, and tracks the content of each slot: a page, a part of a
+    bundle, or garbage.
     """
 
     def __init__(self, index: PageIndex, rng: random.Random) -> None:
@@ -298,7 +298,8 @@ class _Script:
             self.index.clear() if self.rng.random() < 0.1 else self.index.forget(key)
 
     def content(self, key: PageKey, place: int) -> object:
-        """Check that a reader gets the complete page, or its complete bundle, and return it."""
+        """Check that ``place`` contains the complete page, or a complete bundle that includes the
+        page. Returns the page's key, or the object that represents the bundle."""
         if place >= 0:
             assert self.holds[place] == key, "a wrong page"
             return key

@@ -50,7 +50,7 @@ class CheckedIndex:
         return commit(self, key, slot)
 
     def put(self, *keys: PageKey) -> list[int]:
-        """Reserve and complete pages. Returns their slots."""
+        """Reserve slots for pages, and commit the pages. Returns their slots."""
         slots = [self.reserve(key) for key in keys]
         for key, slot in zip(keys, slots, strict=True):
             assert self.commit(key, slot)

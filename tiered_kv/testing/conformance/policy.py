@@ -91,7 +91,7 @@ def check(decision: Decision, turn: TurnEnd, costs: Costs) -> None:
     """Check that the runtime can carry out the decision.
 
     Raises:
-        AssertionError: it cannot.
+        AssertionError: the runtime cannot carry out the decision.
     """
     said = f"{decision} for {turn} at {costs}"
     if turn.is_last_step:

@@ -32,13 +32,13 @@ def page_key(name: int, fingerprint: bytes = FINGERPRINT) -> PageKey:
 
 
 def page_bytes(key: PageKey, version: int = 0, nbytes: int = PAGE_FORMAT.page_bytes) -> Bytes:
-    """Return the page of a key. It differs for each key and version."""
+    """Return the page of a key, of ``nbytes`` bytes. Each key and version has a different page."""
     seed = int.from_bytes(key, "big") * 1000 + version
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def coded_page(key: PageKey, codec: Codec | None, version: int = 0) -> CodedPage:
-    """Return the page of a key, encoded by the codec; None stores the raw page."""
+    """Return the page of a key, encoded by the codec, or the raw page if the codec is None."""
     page = page_bytes(key, version)
     return CodedPage(codec, EncodedPage(page, NOTHING) if codec is None else codec.encode(page))
 
@@ -128,7 +128,8 @@ class StoreConformance:
         raise NotImplementedError
 
     def damage(self, root: Path, key: PageKey) -> None:
-        """Change a stored byte of a page while the store is open."""
+        """Change a stored byte of a page while the store is open. The default implementation skips
+        the test."""
         pytest.skip("tests cannot reach the stored bytes of this store")
 
     @pytest.fixture

@@ -311,7 +311,8 @@ class TransferConformance:
         assert bench.backend.poll() == []
 
     def test_pages_of_a_smaller_group_leave_the_rest_of_their_slots(self) -> None:
-        """Two groups share the same blocks, like attention and states in one pool."""
+        """Two page groups share the same blocks, as attention layers and Mamba layers do in one
+        block pool."""
         whole = page_layout([Placement(3, NUM_BLOCKS * 64, 64, 0)], NUM_BLOCKS)
         part = page_layout([Placement(1, NUM_BLOCKS * 64, 64, NUM_BLOCKS * 64)], NUM_BLOCKS)
         content = np.random.default_rng(1).integers(0, 256, whole.storage_bytes, dtype=np.uint8)

@@ -53,7 +53,8 @@ class Blocks:
         return len(self._found)
 
     def take(self, count: int) -> list[Block]:
-        """Allocate free blocks, the least recently used first. ``count`` blocks must be free."""
+        """Allocate ``count`` free blocks, the least recently used first, and remove their hashes.
+        At least ``count`` blocks must be free."""
         taken = [self._free.popitem(last=False)[1] for _ in range(count)]
         self.forget(block.block_id for block in taken)
         for block in taken:
@@ -67,8 +68,8 @@ class Blocks:
             self._free.pop(block.block_id, None)
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Drop references. Unreferenced blocks are reused in the given order, after blocks that no
-        request can find.
+        """Drop one reference to each block. Blocks without references are reused in the given
+        order, after the blocks that no request can find.
         """
         unfindable = []
         for block in blocks:
@@ -82,8 +83,8 @@ class Blocks:
             self._free.move_to_end(block_id, last=False)
 
     def publish(self, block: Block, block_hash: bytes) -> None:
-        """Make a block findable by its hash, unless another block with this hash is already
-        findable.
+        """Make a block findable by its hash, unless the block already has a hash, or another block
+        with this hash is already findable.
         """
         if block.block_hash is None and block_hash not in self._found:
             block.block_hash = block_hash

@@ -37,14 +37,14 @@ class EngineSize:
 
 
 class Engine:
-    """The engine. Not thread-safe.
+    """A small inference engine. Not thread-safe.
 
     Args:
         clock: returns monotonic seconds.
 
     Attributes:
-        offload: hooks. Set them before the first request.
-        waiting, running: requests in order.
+        offload: the connector's hooks. Set them before the first request.
+        waiting, running: requests in the order in which they are scheduled.
         loading: requests whose blocks are being loaded, by id.
     """
 
@@ -81,7 +81,7 @@ class Engine:
             stop_ids: tokens that end the answer.
 
         Raises:
-            ValueError: the request can never fit.
+            ValueError: the request needs more blocks than the pool has.
         """
         if self._blocks(len(prompt) + max_tokens) > self.size.blocks:
             raise ValueError(f"{request_id} needs more blocks than the pool has")
@@ -94,8 +94,8 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Abort a request. A request that is being loaded keeps its blocks until the load
-        finishes."""
+        """Abort a request, unless it has ended. A request that is being loaded keeps its blocks
+        until the load finishes."""
         if request.state is State.ENDED:
             return
         loading = request.state is State.LOADING
@@ -159,8 +159,8 @@ class Engine:
         return len(self.waiting) == waiting  # no request was preempted
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        """Allocate a running request's blocks for that many tokens. Returns False if the request
-        must wait.
+        """Allocate the blocks that a running request needs for that many tokens, and preempt
+        requests if blocks are short. Returns False if the request must wait.
         """
         while (lack := self._blocks(tokens) - len(request.table)) > self.pool.num_free():
             if self.offload.lacks_block(request):

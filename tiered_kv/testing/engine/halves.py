@@ -1,5 +1,5 @@
-"""The connector's halves behind the engine's hooks. The engine uses the runtime only through this
-module.
+"""The connector's scheduler half and worker half, called by the engine's hooks. The engine uses the
+runtime only through this module.
 """
 
 from __future__ import annotations

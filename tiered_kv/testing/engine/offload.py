@@ -14,7 +14,7 @@ class Loads:
 
     Attributes:
         requests: ids of requests whose load finished, successfully or not.
-        bad: blocks that could not be filled.
+        bad: ids of the blocks that could not be filled.
     """
 
     requests: frozenset[str] = frozenset()
@@ -36,8 +36,8 @@ class Offload:
         """Look up the KV of a waiting request beyond its first ``computed`` tokens.
 
         Returns:
-            Number of further tokens, and True if they are loaded asynchronously. The number is None
-            if the engine must call again in the next step.
+            Number of further tokens whose KV can be loaded, and True if this KV is loaded
+            asynchronously. The number is None if the engine must call again in the next step.
         """
         return 0, False
 
@@ -57,8 +57,8 @@ class Offload:
         return False
 
     def before_forward(self, scheduled: Mapping[str, int]) -> frozenset[int]:
-        """Load the KV that this pass needs, and start other loads. Returns the blocks that could
-        not be filled.
+        """Load the KV that this pass needs, and start other loads. Returns the ids of the blocks
+        that could not be filled.
         """
         return frozenset()
 

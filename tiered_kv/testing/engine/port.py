@@ -1,4 +1,5 @@
-"""Adapters from the engine's requests, blocks, fingerprints and sizes to the runtime's port."""
+"""Adapters that provide the engine's requests, blocks, fingerprints and sizes through the
+interfaces that the runtime expects of an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .requests import Outcome, Request, State
 
 
 def read_facts(size: EngineSize) -> EngineFacts:
-    """Return the engine's configuration for both halves."""
+    """Return the engine's configuration, as both halves of the connector need it."""
     page = size.block_size * CELL
     layers = Placement(LAYERS, layer_stride=size.blocks * page, block_stride=page, offset=0)
     group = PageGroup(
@@ -90,7 +91,8 @@ class OneModel:
 
 
 class PortPool:
-    """Implements the port's ``BlockPool``.
+    """Implements ``BlockPool``, the interface through which the runtime uses an engine's block
+    pool.
 
     Args:
         pool: the engine's own block pool.
@@ -133,7 +135,7 @@ class PortPool:
 
 
 class PortRequest:
-    """Implements the port's ``Request``.
+    """Implements ``Request``, the interface through which the runtime reads an engine's request.
 
     Args:
         request: the engine's own request.

@@ -21,8 +21,8 @@ class RigOptions(EngineSize):
     """Size of the engine, and settings of its connector.
 
     Attributes:
-        max_model_len: length of the prompt and answer of a competing request; see
-            ``EngineRig.fill``.
+        max_model_len: number of tokens from which ``EngineRig.fill`` derives the length of
+            competing prompts. The small engine itself has no such limit.
         extra: the connector's settings; None for the engine alone.
     """
 

@@ -33,10 +33,10 @@ class EngineSize:
         policy: vLLM's order of requests, ``fcfs`` or ``priority``.
         vocabulary: number of token ids.
         ahead: True for asynchronous scheduling.
-        groups: KV types.
+        groups: KV type of each page group; empty for a single group with full attention.
         retention: vLLM's ``prefix_cache_retention_interval``: distance in tokens between windows
-            and states that can be found again. 0 keeps only those at the ends of prompts, None
-            keeps all.
+            and states that can be found again. 0 keeps only the windows and states at the ends of
+            prompts, None keeps all.
         match_unit: vLLM's ``prefix_match_unit``: tokens per block hash; None uses a common divisor
             of all block sizes.
         long_prefill: vLLM's ``long_prefill_token_threshold``.
@@ -76,8 +76,8 @@ def engine_config(
         folder: folder for the model's config.json.
         size: size and settings of the engine.
         extra: the connector's settings; None for stock vLLM.
-        around: builds the engine's transfer configuration from the connector's, if there are other
-            connectors.
+        around: builds the engine's transfer configuration from the connector's, if the engine has
+            other connectors too; None if it has no others.
     """
     from vllm.config import (
         CacheConfig,
@@ -130,7 +130,7 @@ def engine_config(
         )
     config.scheduler_config.async_scheduling = (
         size.ahead
-    )  # set late, because vLLM refuses it on CPUs
+    )  # set late, because vLLM refuses the setting on CPUs
     return config
 
 
@@ -159,8 +159,9 @@ def kv_config(size: EngineSize) -> Any:
 
 
 def resolve_block_sizes(config: Any, kv_cache_config: Any) -> tuple[int, int]:
-    """Return the tokens per scheduler block and per block hash, as vLLM's engine computes them.
-    Also stores them in ``kv_cache_config``.
+    """Return the tokens per scheduler block and per block hash, as vLLM's engine computes them. For
+    vLLM 0.32 and later, also stores the block hash size and the cache hit alignment in
+    ``kv_cache_config``, as the engine does.
     """
     from vllm.v1.core import kv_cache_utils
 
@@ -182,7 +183,7 @@ def make_scheduler(
     """Create the configured scheduler, which creates the connector.
 
     Args:
-        in_job_order: create ``ContinuumScheduler`` instead.
+        in_job_order: True to create ``ContinuumScheduler`` instead.
     """
     from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 

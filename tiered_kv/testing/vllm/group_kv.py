@@ -87,7 +87,7 @@ class GroupKv(ABC):
         """Write the KV that the pass computes.
 
         Raises:
-            WrongKV: the table has no block for it.
+            WrongKV: the table has no block for this KV.
         """
 
     @abstractmethod
@@ -174,7 +174,8 @@ class AttentionKv(GroupKv):
 
 
 class StateKv(GroupKv):
-    """A state after the last token, stored as in vLLM's mode "align".
+    """KV of a group with states: one state per request, after the request's last token, stored as
+    in vLLM's mode "align".
 
     The state is in the block of the last token, where each pass advances it. If a pass ends in
     another block, the state is copied first, so that the old block keeps the state at its end.

@@ -23,7 +23,7 @@ class GroupSpec:
     Attributes:
         kind: KV type.
         block_size: tokens per block. States need the smallest block size, because vLLM splits
-            prefills at those blocks and caches the states there.
+            prefills at the ends of these blocks and caches the states there.
         span: length of the window or chunk, tokens; 0 for other kinds.
         state_bytes: size of a state, a multiple of 8; 0 uses three quarters of a page.
     """
@@ -102,8 +102,8 @@ class GroupPages:
         """Return the group's layer in the allocation, an int8 tensor, as vLLM passes it to
         connectors.
 
-        Attention is ``[blocks, heads, tokens, K and V of a head]``. A state is one row of bytes per
-        block, whatever the types of its parts.
+        The shape of an attention layer is ``[blocks, heads, tokens, K and V of a head]``. A state
+        is one row of bytes per block, whatever the types of its parts.
         """
         import torch
 

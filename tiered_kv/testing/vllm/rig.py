@@ -39,11 +39,11 @@ class RigOptions(EngineSize):
         extra: the connector's settings; None for stock vLLM.
         check_kv: True to write and check KV, and to check fairness. False makes large engines fast:
             the model then generates the same tokens for every prompt.
-        in_job_order: True for ``ContinuumScheduler``.
+        in_job_order: True to use ``ContinuumScheduler``.
         configure: changes vLLM's configuration before it is used.
         tools: reads tool calls; None uses the connector's own reader.
-        around: builds the engine's transfer configuration from the connector's, if there are other
-            connectors or another connector replaces it.
+        around: builds the engine's transfer configuration from the connector's, if the engine has
+            other connectors too or another connector replaces this one.
     """
 
     extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
@@ -376,6 +376,7 @@ class Rig(EngineRig):
 
 
 def _ours(connector: Any) -> Any:
-    """Return the connector, which may be one of several; None if there is none."""
+    """Return the connector of this package, which may be one of several; None if the engine does
+    not have it."""
     parts = getattr(connector, "sub_connectors", (connector,))
     return next((one for one in parts if hasattr(one, "scheduler_half")), None)

@@ -100,7 +100,8 @@ class CheckingRunner:
             bad: blocks known to be invalid. Requests that use such a block are not checked.
 
         Returns:
-            The token that each request samples, if any.
+            The sampled tokens by request: one token, or none if the pass does not reach the
+            request's last token.
 
         Raises:
             WrongKV: a request attended to KV of another context.

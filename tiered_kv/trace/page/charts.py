@@ -243,9 +243,9 @@ def histogram_chart(
     Args:
         y: noun for the counted items.
         times: True if the values are seconds, False if they are tokens.
-        colours: colours of the sets, by name.
+        colours: colours of the sets, by name; ``PLAIN`` for other sets.
         names: names of the sets in the legend; None for no legend.
-        spread: distribution whose median and 95th percentile are marked.
+        spread: distribution whose median and 95th percentile are marked; None for no marks.
     """
     found = histograms(values, LEAST_S if times else 1.0)
     if found is None:
@@ -296,8 +296,8 @@ def legend(chart: Chart) -> dict[str, str]:
 
 
 def _marks(spread: Spread, low: float, high: float, most: int) -> list[Chart]:
-    """Return lines at the median and at the 95th percentile. Their labels have different heights,
-    and sides that keep them from overlapping or leaving the chart.
+    """Return lines at the median and at the 95th percentile. The labels of the lines have different
+    heights, and are on sides on which they neither overlap nor leave the chart.
     """
 
     def share(value: float) -> float:
@@ -347,7 +347,8 @@ def _layout(x: str, y: str, height: int) -> Chart:
 
 
 def _unit(longest_s: float) -> tuple[str, float]:
-    """Return the time unit of an axis, and its length in seconds."""
+    """Return the time unit of an axis that is ``longest_s`` seconds long, and the length of the
+    unit in seconds."""
     for name, length, least in _UNITS:
         if longest_s >= least * length:
             return name, length

@@ -61,10 +61,10 @@ class Story:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section: its heading, text and contents.
+    """A section of a page: heading, text, charts, stories and tables.
 
     Attributes:
-        charts: charts by heading. They are placed side by side where there is space.
+        charts: charts by heading, which are placed side by side where there is space.
     """
 
     heading: str

@@ -47,12 +47,13 @@ _MEANT = {"cpu": Place.CPU, "store": Place.SSD, "drop": Place.NOWHERE}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stays:
-    """Stays of turns' KV in places. All columns have shape (stays,).
+    """Periods (stays) in which the KV of a turn's context was in one place. All columns have shape
+    (stays,).
 
     Attributes:
-        row: row of the table with the turn whose context stays.
+        row: row, in the table of turns, of the turn whose KV stays.
         place: index in ``PLACES``.
-        begin, end: seconds after the first arrival of the trace.
+        begin, end: start and end of the stay, seconds after the first arrival of the trace.
     """
 
     row: Column
@@ -143,7 +144,7 @@ class Bars:
 
     Attributes:
         lane: index of the lane, from 0.
-        begin, end: seconds on the lanes' axis.
+        begin, end: start and end of the bar, seconds on the lanes' axis.
         turn: number of the turn in its job.
     """
 
@@ -234,7 +235,8 @@ def _places(
 def _phases(
     table: TurnTable, rows: Column, arrived: Column, bars: Callable[[Column, Column, Column], Bars]
 ) -> Iterator[tuple[Phase, Bars]]:
-    """Yield the bars of turns. A phase whose end is unknown gets all the remaining time."""
+    """Yield the bars of each phase of turns. A phase whose end is unknown gets all the remaining
+    time of the turn."""
     end_s = table["times.end_s"][rows].astype(float)
     names = ("times.admitted_s", "times.scheduled_s", "times.first_token_s")
     ends = [table[name][rows].astype(float) for name in names]

@@ -37,7 +37,8 @@ from .page_style import CLASS_COLOURS, SOURCE_COLOURS
 MOST_WORST = 10
 """Number of worst turns that are kept."""
 MOST_JOBS = 8_192
-"""Maximum number of jobs whose last turn is remembered. An engine expects no more jobs than this.
+"""Maximum number of jobs whose last turn is remembered. An engine expects the return of no more
+jobs than this.
 """
 _TELLING = 0.05
 """Minimum fraction of a wait that a reason must explain to be reported."""

@@ -20,7 +20,8 @@ COUNTS = (
 )
 """Fields of a step that are a single number."""
 BY_NAME = ("nbytes", "orders")
-"""Fields of a step that contain numbers by name. Their figures are named ``nbytes.cpu`` and so on.
+"""Fields of a step that contain numbers by name. The figures of these fields are named
+``nbytes.cpu`` and so on.
 """
 
 
@@ -45,7 +46,7 @@ class StepFigures:
         steps: number of steps.
         span_s: time that the steps cover, summed over the engines, seconds.
         prefill_tokens, decode_tokens: numbers of computed tokens.
-        levels: figures by field name.
+        levels: mean and peak of each field, by field name.
     """
 
     steps: int

@@ -14,14 +14,14 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The engine when a step was scheduled.
+    """State of the engine when a step was scheduled.
 
     Attributes:
         step: number of the step, from 1.
         at: scheduling time, in seconds since the epoch.
         replica: index among data-parallel engines.
         running: requests with allocated blocks, and preempted requests.
-        waiting: requests without blocks, except those in ``held``.
+        waiting: requests without blocks, except the requests in ``held``.
         held: requests of new jobs that are held back.
         scheduled: requests in this step.
         prefill: computed prompt tokens, and all tokens recomputed after a preemption.

@@ -1,12 +1,12 @@
 """Transfer on CUDA: with the copy engines, on separate streams ordered by events.
 
 A page that is one run of VRAM is copied directly. Any other page is staged, since the copy engines
-are slow at short runs (``staging``). docs/gpu.md lists what has run on a GPU.
+are slow at short runs (``staging``). docs/gpu.md lists the tests that ran on a GPU.
 
-Saves wait for the work in the compute stream at the time of their submission. Loads wait for it
-too, because it may still read the blocks' old contents. Work enqueued on the compute stream after
-``run`` waits for the copy. Saves yield to the model, whose streams have the same or a higher
-priority. Loads do not yield, because requests wait for them.
+Saves wait for the work that the compute stream contains when they are submitted. Loads wait for
+this work too, because it may still read the blocks' old contents. Work enqueued on the compute
+stream after ``run`` waits for the copy. Saves yield to the model, whose streams have the same or a
+higher priority. Loads do not yield, because requests wait for them.
 
 A job is reported when its event has passed. Everything that the GPU wrote before an event is
 visible to the CPU once the CPU has seen the event pass, so the CPU may then read the slots
@@ -49,6 +49,7 @@ class CopyBy(Enum):
     FASTER = "faster"
     """Staged if a page is more than one run and the pool is pinned, otherwise by runs."""
     STAGED = "staged"
+    """Through a buffer in VRAM, so that whole pages cross the bus."""
     RUNS = "runs"
     """One copy per run, of any length."""
 
@@ -68,7 +69,7 @@ class CudaTransfer(TransferBackend):
     Args:
         layouts: locations of a block's bytes in the storage, for each page group.
         storage: the engine's KV allocation, uint8 ``[bytes]`` on the GPU, contiguous.
-        pool: slots as large as the largest page. If it is not pinned, nothing is staged by
+        pool: slots as large as the largest page. If the pool is not pinned, nothing is staged by
             default, because the driver uses its own buffers.
         by: copy method; tests and benchmarks set it.
         buffer_bytes: minimum size of each of the four staging buffers in VRAM, bytes. A page must
@@ -121,8 +122,8 @@ class CudaTransfer(TransferBackend):
 
     @property
     def under_way(self) -> int:
-        """Number of jobs whose copies are not known to have finished. Each of them holds GPU
-        memory."""
+        """Number of jobs whose copies are not known to have finished. Each of these jobs may hold
+        GPU memory."""
         return len(self._flights) + len(self._reported_early)
 
     def _lanes(self, nbytes: int) -> Lanes:
@@ -208,12 +209,14 @@ class CudaTransfer(TransferBackend):
         if pages.failed:
             logger.error(
                 "%s: %d pages are not copied, because their block or slot does not exist",
-                job.direction,
+                job.direction.value,
                 len(pages.failed),
             )
         with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
-                logger.error("%s refused, because a CUDA graph is being captured", job.direction)
+                logger.error(
+                    "%s refused, because a CUDA graph is being captured", job.direction.value
+                )
                 return None
             began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flight = _Flight(job, pages.failed, began, done)
@@ -224,7 +227,7 @@ class CudaTransfer(TransferBackend):
                 if len(pages):
                     self._copy(job, pages, flight.held)
             except Exception:  # some copies may still be in progress, so the event is recorded
-                logger.exception("%s of %d pages failed", job.direction, len(pages))
+                logger.exception("%s of %d pages failed", job.direction.value, len(pages))
                 flight.failed = frozenset(range(len(job.blocks)))
             done.record(stream)
         return flight

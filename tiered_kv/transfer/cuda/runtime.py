@@ -13,8 +13,8 @@ from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.copy_plan import Numbers
 
 BATCHES_SINCE = 13
-"""First CUDA version with this signature of cudaMemcpyBatchAsync. In 12.8, the signature is
-different."""
+"""First CUDA version whose cudaMemcpyBatchAsync has the signature used here. In 12.8, the signature
+is different."""
 REGISTER_FLAGS = 1 | 2
 """cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every device, and accessible to
 kernels."""

@@ -7,7 +7,8 @@ Users must keep four rules, so that a page found under a key is always the page 
 - A slot is validated once its bytes have landed, and are known to be right on every rank. A save
   may be reported as done even if its blocks were freed during the copy.
 - A slot is validated with the ticket that it had when its bytes landed, so that a late validation
-  does not apply to bytes written since.
+  does not apply to bytes written since. A ticket is a number that changes whenever the slot is
+  invalidated.
 - Adopted pages are checked before anything reads them (``check_adopted``). Pages of bundles are
   checked at every read, as always.
 
@@ -68,8 +69,8 @@ from .slot_table import BundleNote, SlotTable, pack_note, parse_note
 REST_S = 30.0
 """Duration of the quarantine of slots, which starts when the file is opened, seconds.
 
-It is long compared to the time in which a CUDA context ends, and mostly over when a starting engine
-receives its first request.
+The quarantine is long compared to the time in which a CUDA context ends, and mostly over when a
+starting engine receives its first request.
 """
 
 
@@ -103,7 +104,7 @@ class LastingMemory:
 
     Args:
         path: the file.
-        lock: descriptor that holds its lock; closed with this object.
+        lock: descriptor that holds the file's lock; closed with this object.
         mapped: mapping of the whole file; closed with this object.
         keep: True to keep the file when this object is closed.
         clock: monotonic seconds. The quarantine starts when this object is created, after the lock
@@ -189,13 +190,15 @@ class LastingMemory:
     # -- headers ------------------------------------------------------------------
 
     def valid(self, slot: int) -> SlotHeader | None:
-        """Return the header of a valid slot; None if the slot is not valid."""
+        """Return the header of a valid slot; None if the slot is not valid, its header is damaged,
+        or the memory is closed."""
         with self._changing, suppress(FormatError):
             return self._table.read(slot) if self._fd >= 0 else None
         return None
 
     def invalidate(self, slots: Sequence[int]) -> None:
-        """Invalidate slots whose bytes are about to change, or must not be found again."""
+        """Invalidate slots whose bytes are about to change, or must not be found again. Does
+        nothing once the memory is closed."""
         if not len(slots) or self._fd < 0:
             return
         with self._changing:
@@ -212,14 +215,14 @@ class LastingMemory:
 
     def ticket(self, slot: int) -> int:
         """Return the number of a slot's current bytes, which changes with the next ``invalidate``.
-        The worker's thread must read it when the bytes have landed."""
+        The worker's thread must read the ticket when the bytes have landed."""
         return int(self._tickets[slot])
 
     def validate(self, slot: int, ticket: int, header: SlotHeader) -> bool:
-        """Validate a slot, if it still contains the bytes of the ticket.
+        """Mark a slot as valid, if it still contains the bytes of the ticket.
 
         Returns:
-            True if the slot was validated.
+            True if the slot was marked.
 
         Raises:
             ValueError: the key or the page is too long for a header.
@@ -231,8 +234,8 @@ class LastingMemory:
         return True
 
     def hash_and_validate(self, page: LandedPage, ticket: int) -> None:
-        """Hash a page and validate its slot, unless the slot's bytes have changed since the ticket
-        was taken.
+        """Hash a page and mark its slot as valid, unless the slot's bytes have changed since the
+        ticket was read.
 
         Raises:
             ValueError: the key or the page is too long for a header.
@@ -243,14 +246,14 @@ class LastingMemory:
             self.validate(page.slot, ticket, header)
 
     def validate_bundle(self, note: BundleNote, tickets: Sequence[int]) -> bool:
-        """Write a bundle's note and validate its slots, if they still contain the bytes of the
+        """Write a bundle's note and mark its slots as valid, if they still contain the bytes of the
         tickets. Must be called before the slots are reused.
 
         Args:
             tickets: a ticket for each slot of the note.
 
         Returns:
-            True if the slots were validated.
+            True if the slots were marked.
 
         Raises:
             ValueError: a key is too long for a note, or there are no pages.
@@ -317,7 +320,7 @@ class LastingMemory:
         self._table = SlotTable(np.empty(0, np.uint8), 0, 0)
         try:
             self._map.close()
-        except BufferError:  # views still exist; unmapped with the last of them
+        except BufferError:  # views still exist; unmapped with the last view
             logger.debug("memory was closed although a view of it still exists")
         return lock
 

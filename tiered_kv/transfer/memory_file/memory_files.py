@@ -33,7 +33,7 @@ class MemoryFile:
         nbytes: size of the file, bytes.
         locked: True if a process has the file open.
         owner: self-description of that process, or of the last process; empty if unknown.
-        header: header of the file; None if it is unusable.
+        header: header of the file; None if the header is unusable.
         damage: reason why there is no usable header; empty if the header is usable.
         pages: number of pages in valid slots, compressed pages included.
         torn: number of slots with torn headers; 0 for a file in use, which changes while it is
@@ -66,10 +66,10 @@ class MemoryListing:
 
 
 def list_memory(folder: Path) -> MemoryListing:
-    """List the memory files in a folder.
+    """Return the memory files in a folder, and the paths that were skipped.
 
     Raises:
-        ConfigError: the folder does not exist.
+        ConfigError: the path is not a folder.
         OSError: the folder cannot be read.
     """
     if not folder.is_dir():

@@ -37,10 +37,10 @@
               pages          u32
               slots          u32
 
-Little-endian throughout. A key with vLLM's own hash has 48 bytes, so a header does not fit into
+Integers are little-endian. A key with vLLM's own hash has 48 bytes, so a header does not fit into
 64 bytes. With pages of 256 KiB, the table takes one byte in 2,000.
 
-Parsing is total: any bytes give a value or raise ``FormatError``.
+Parsing accepts any bytes: a function either returns a value or raises ``FormatError``.
 """
 
 from __future__ import annotations
@@ -157,9 +157,10 @@ class BundleHeader:
 
     Attributes:
         note_bytes: size of the note at the start of the first slot, bytes.
-        pages: number of pages in the note.
+        pages: number of pages that the note lists.
         slots: number of slots.
-        saved: ``saved`` of the newest page.
+        saved: time at which the newest page was known to be complete on every rank, nanoseconds
+            since 1970.
         digest: xxh3-128 of the note.
     """
 

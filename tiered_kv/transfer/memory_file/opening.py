@@ -69,7 +69,7 @@ FILE_NAME = re.compile(rf"([0-9]+)-([0-9]+){re.escape(SUFFIX)}")
 
 
 class MemoryBusyError(ConfigError):
-    """Another process has the file open."""
+    """Another process has the memory file open."""
 
 
 def memory_path(folder: Path, replica: int, rank: int) -> Path:
@@ -84,8 +84,8 @@ def block_of(fd: int) -> int:
 
 
 def header_of(fd: int, size: int) -> FileHeader | None:
-    """Return the header of an open file of ``size`` bytes; None if its creation was interrupted, so
-    that the file is a single block of zeros.
+    """Return the header of an open file of ``size`` bytes; None if the file is empty or a single
+    block of zeros, because its creation was interrupted.
 
     Raises:
         ForeignError: the file is not a memory file.
@@ -191,7 +191,7 @@ def open_memory(
                 raise
             if memory is not None:
                 return memory
-            os.close(fd)  # it was deleted
+            os.close(fd)  # the file was deleted
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise ConfigError(

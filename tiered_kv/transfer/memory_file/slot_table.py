@@ -7,8 +7,8 @@ alike. Memory order matters only to another core that reads at the same time, an
 reads after the process has ended. So it finds the state of a program that stopped at that
 instruction. Each store here is a separate numpy call, and no compiler reorders these calls.
 
-A slot is invalidated before its first byte changes. It is validated by the last store, after all
-others. So every slot found valid is complete, header and page.
+A slot is invalidated before its first byte changes. The last store, after all other stores,
+validates the slot. So every slot found valid is complete, header and page.
 
 The note at the start of a bundle's first slot lists its pages, their locations and their codec.
 
@@ -34,8 +34,8 @@ The note at the start of a bundle's first slot lists its pages, their locations 
               digest         16   xxh3-128 of plane and frame
               key            76   padded with zeros
 
-Little-endian. The headers of the bundle's slots have a digest of the note. Parsing is total: any
-bytes either give a value or raise ``FormatError``.
+Integers are little-endian. The headers of the bundle's slots have a digest of the note. Parsing
+accepts any bytes: a function either returns a value or raises ``FormatError``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SlotTable:
         self._states[forgotten] = State.NEVER_USED
 
     def validate(self, slot: int, header: SlotHeader) -> None:
-        """Validate a slot that contains the bytes of the page.
+        """Mark a slot as valid. It must already contain the bytes of the page.
 
         Raises:
             ValueError: the key or the page is too long for a header.
@@ -102,8 +102,8 @@ class SlotTable:
         self._write(slot, pack_slot_header(self._nonce, slot, header), State.VALID)
 
     def validate_bundle(self, slots: Sequence[int], header: BundleHeader) -> None:
-        """Validate the slots of a bundle, the first slot last, because without it the other slots
-        are ignored."""
+        """Mark the slots of a bundle as valid, the first slot last, because the other slots are
+        ignored until the first slot is valid."""
         states = dict.fromkeys(slots[1:], State.PART) | {slots[0]: State.BUNDLE}
         for slot, state in states.items():
             self._write(slot, pack_bundle_header(self._nonce, slot, header, state), state)
@@ -174,7 +174,7 @@ _RECORD = struct.Struct("<IIIQQ16s76s")
 
 @dataclass(frozen=True, slots=True)
 class NotedPage:
-    """A page of a bundle.
+    """A page of a bundle, as listed in the bundle's note.
 
     Attributes:
         saved: time at which the page was known to be complete on every rank, nanoseconds since

@@ -6,11 +6,12 @@ that is not hashed before the process is killed is not found again.
 The module also determines the pages that all ranks have from a previous engine.
 
 In the index, a page has the same slot on every rank, and one save. Ranks die at different moments,
-so one rank may hold a page that another has just overwritten, or holds from an earlier save. A save
-that failed on one rank may have left wrong data on the others, which computed with the output of
-that rank. So a page counts only if every rank has the same key in the same slot from the same
-settlement. A compressed page counts if every rank has it in a bundle with the same first slot. Each
-rank fills only the first slots of its order, as many as it needs.
+so one rank may hold a page that another rank has just overwritten, or holds from an earlier save. A
+save that failed on one rank may have left wrong data on the other ranks, which computed with the
+output of that rank. So a page counts only if every rank has the same key in the same slot with the
+same save time. A compressed page counts if every rank has it, with the same save time, in a bundle
+with the same first slot. Each rank fills only the first slots of the order to compress the pages,
+as many slots as it needs.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Validation:
         self.ending = threading.Event()
 
     def landed(self, pages: Iterable[LandedPage]) -> None:
-        """Queue pages that have landed and are known to be right on every rank. Their slots must
-        still contain these pages."""
+        """Queue pages that have landed and are known to be right on every rank. The slots of these
+        pages must still contain them."""
         tickets = [(page, self._memory.ticket(page.slot)) for page in pages]
         self._thread.submit(self._validate, tickets)
 
@@ -82,8 +83,8 @@ class Validation:
 
 
 def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
-    """Return the slot of each page that every rank has, oldest first. If two slots have the same
-    key, the slot that was saved last counts.
+    """Return the slot of each uncompressed page that every rank has, oldest first. If two slots
+    have the same key, the slot that was saved last counts.
 
     Args:
         ranks: pages of every rank of the engine.
