@@ -566,8 +566,8 @@ class HintActions:
         most = pins.budget // LEASED_SHARE_OF_SCOPE - pins.leased_blocks(found.salt, besides=key)
         if most < max(1, held.blocks if held is not None else 0):
             reason = (
-                "Hints with this cache salt have used their part of the pin budget: try again "
-                "once one of their pins has ended."
+                "The pin budget leaves no blocks for hints with this cache salt: try again once "
+                "one of their pins has ended."
             )
             raise _Refused(Outcome.REJECTED, reason)
         wanted = pinned = 0

@@ -387,7 +387,8 @@ def _work(found: Mapping[str, float]) -> Finding:
     parts = {name: _count(found, f"prompt_tokens_{name}") for name in ("vram", "cpu", "recomputed")}
     whole = sum(parts.values()) or 1.0
     words = (
-        f"{turns:,.0f} turns; of their prompt tokens {parts['vram'] / whole:.0%} were in VRAM, "
+        f"{count(round(turns), 'turn')}; of their prompt tokens "
+        f"{parts['vram'] / whole:.0%} were in VRAM, "
         f"{parts['cpu'] / whole:.0%} came from CPU memory and lower tiers, "
         f"{parts['recomputed'] / whole:.0%} were prefilled"
     )

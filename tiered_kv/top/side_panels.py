@@ -118,7 +118,7 @@ def _decided(engine: EngineStatus) -> Table:
         row[TIERS.get(kind.tier, kind.tier)] += kind.count
     tiers = tuple(TIERS.values())[:3]
     over = "" if decided.since is None else f" in {brief(engine.now - decided.since)}"
-    table = _panel(f"{sum(kind.count for kind in decided.counts)} decisions{over}", *tiers)
+    table = _panel(f"{count(sum(kind.count for kind in decided.counts), 'decision')}{over}", *tiers)
     for name, row in list(by_class.items())[: PANEL_LINES - 1]:
         table.add_row(Text(name), *(f"{row[tier]:,}" if row[tier] else NONE for tier in tiers))
     return table
