@@ -12,7 +12,7 @@ from tiered_kv.bench.servers import peers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
-LOAD = replace(router.Size().load, jobs=4, turns=3, task=400, gap_s=0.5)
+LOAD = replace(router.Size().load, jobs=4, turns=3, task=400, gap_s=0.5, apart_s=5.0)
 
 
 @pytest.mark.skipif(
