@@ -61,10 +61,11 @@ class VllmBlockPool:
         return [block for one in self._managers for block in one.req_to_blocks.get(request_id, ())]
 
     def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
-        for at in range(0, len(hashes), 256):  # most cached prefixes are short
-            found = self._cached_each(hashes[at : at + 256], group)
+        at, part = 0, 16  # most prefixes are not cached at all
+        while found := self._cached_each(hashes[at : at + part], group):
             if not all(found):  # `None in found` would compare every block in Python
                 return at + next(i for i, one in enumerate(found) if one is None)
+            at, part = at + part, 256
         return len(hashes)
 
     def num_in_use(self, hashes: Sequence[bytes], group: int) -> int:

@@ -231,13 +231,14 @@ class Somewhere:
     def run(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
         """Return the end of the run of available pages that starts at ``start``, at most
         ``stop``."""
-        for at in range(start, stop, 2048):
-            part = keys[at : min(at + 2048, stop)]
+        at, most = start, 16  # of most prompts, no page is available
+        while part := keys[at : min(at + most, stop)]:
             left: Collection[PageKey] = [*filterfalse(self.readable, part)]
             for pages in self.indices:
                 left = pages.absent(left) if left else left
             for key in filterfalse(self.on_its_way, left):
                 return at + part.index(key)
+            at, most = at + most, 2048
         return max(start, stop)
 
 
