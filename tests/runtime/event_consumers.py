@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tiered_kv.connectors.runtime.kv_events import BlocksStored
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import DIGEST_BYTES, PageKey
 from tiered_kv.pages.base import PageState
 from tiered_kv.testing.rig import EngineRig
@@ -147,7 +148,7 @@ class Expected:
 
     Attributes:
         named: pages that admitted requests have contained, by group.
-        prompts: the pages among them that are part of a prompt.
+        prompts: the pages among them that were part of a live request's prompt when a step ended.
     """
 
     def __init__(
@@ -158,24 +159,38 @@ class Expected:
         self._convert = convert
         self.named: dict[int, set[PageKey]] = {at: set() for at in range(len(groups))}
         self.prompts: dict[int, set[PageKey]] = {at: set() for at in range(len(groups))}
-        finished = rig.half.on_finished
+        half = rig.half
+        finished, admitted = half.on_finished, half.events.on_admitted
+
+        def on_admitted(turn: Turn) -> None:
+            self._name(turn)  # a restore that is refused makes the turn lose its pages
+            admitted(turn)
 
         def on_finished(request_id: str) -> Any:
-            self.look()  # a turn may start and end within one step
+            for turn in half.turns.by_id.values():  # one may start and end within one step
+                self._name(turn)
             return finished(request_id)
 
-        rig.half.on_finished = on_finished
+        half.events.on_admitted = on_admitted
+        half.on_finished = on_finished
 
     def look(self) -> None:
-        """Record the pages that admitted live requests contain."""
+        """Record the pages that admitted live requests contain. Call at the end of a step."""
         half: SchedulerHalf = self._rig.half
         for turn in half.turns.by_id.values():
-            if turn.source.admitted and turn.pages.fingerprints:
-                for at, named in self.named.items():
-                    keys = turn.page_keys(at)
-                    named.update(keys)
-                    size = half.facts.groups[at].block_size
-                    self.prompts[at].update(keys[: turn.request.num_prompt_tokens // size])
+            self._name(turn)
+            for at, keys in self._pages(turn):
+                size = half.facts.groups[at].block_size
+                self.prompts[at].update(keys[: turn.request.num_prompt_tokens // size])
+
+    def _name(self, turn: Turn) -> None:
+        for at, keys in self._pages(turn):
+            self.named[at].update(keys)
+
+    def _pages(self, turn: Turn) -> Iterator[tuple[int, Sequence[PageKey]]]:
+        """Yield the pages of a turn by group; nothing if the turn is not admitted or has none."""
+        if turn.source.admitted and turn.pages.fingerprints:
+            yield from ((at, turn.page_keys(at)) for at in self.named)
 
     def tiers(self, pages: Mapping[int, set[PageKey]]) -> Mapping[tuple[int, Tier], set[BlockHash]]:
         """Return the hashes of the pages that each tier has."""
