@@ -68,7 +68,7 @@ class TwoRanks(Halves):
 
     def before_forward(self, scheduled: Mapping[str, int]) -> frozenset[int]:
         bad = super().before_forward(scheduled)
-        for order in self._orders.loads:
+        for order in (*self._orders.loads, *self._orders.failed_loads):
             if order.mode is RestoreMode.ASYNC:
                 self._coming.setdefault(order.request_id, set()).update(order.blocks)
         self.second.start(self._orders)
