@@ -12,7 +12,7 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
 from tiered_kv.messages import Handshake, Reports
-from tiered_kv.orders import OrderId, RestoreMode
+from tiered_kv.orders import FailLoad, LoadOrder, OrderId, RestoreMode
 from tiered_kv.testing.checked_kv import WrongKV
 from tiered_kv.testing.engine.engine import Engine, EngineSize
 from tiered_kv.testing.engine.halves import Halves
@@ -68,7 +68,8 @@ class TwoRanks(Halves):
 
     def before_forward(self, scheduled: Mapping[str, int]) -> frozenset[int]:
         bad = super().before_forward(scheduled)
-        for order in (*self._orders.loads, *self._orders.failed_loads):
+        loads: list[LoadOrder | FailLoad] = [*self._orders.loads, *self._orders.failed_loads]
+        for order in loads:
             if order.mode is RestoreMode.ASYNC:
                 self._coming.setdefault(order.request_id, set()).update(order.blocks)
         self.second.start(self._orders)
