@@ -196,7 +196,7 @@ def test_that_all_notebooks_are_in_use_is_logged(
     monkeypatch.setattr(notebook, "MOST_BOOKS", 1)
     first = open_notebook(tmp_path, 0, keep=True)
     assert type(open_notebook(tmp_path, 0, keep=True)) is NoNotebook
-    assert f"all 1 files for them in {tmp_path} are in use" in caplog.text
+    assert f"all 1 notebook files in {tmp_path} are in use" in caplog.text
     first.close()
 
 

@@ -266,7 +266,7 @@ def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNoteboo
         for number in range(MOST_BOOKS):
             with contextlib.suppress(BlockingIOError, PermissionError):
                 return Notebook(folder / f"jobs-{replica}-{number}.jsonl", keep=keep)
-        raise BlockingIOError(f"all {MOST_BOOKS} files for them in {folder} are in use")
+        raise BlockingIOError(f"all {MOST_BOOKS} notebook files in {folder} are in use")
     except OSError as error:
         logger.warning(
             "cannot save jobs and learned forecasts, so they will be lost at a restart: %s", error

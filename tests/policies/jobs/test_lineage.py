@@ -170,8 +170,8 @@ def test_the_least_recently_active_job_is_forgotten(
 def test_only_some_of_endless_repeats_are_remembered(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same prompt may be sent endlessly, for example by a health check. Only the latest jobs
-    that started with it are remembered."""
+    """A health check sends the same prompt many times. Only the latest jobs that started with this
+    prompt are remembered."""
     monkeypatch.setattr(module, "MAX_NEIGHBOURS", 10)
     for _ in range(100):
         latest = agents.asked(question(7))

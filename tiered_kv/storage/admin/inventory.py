@@ -142,8 +142,8 @@ class Segment:
 
     @property
     def records_end(self) -> int:
-        """Offset of the end of the records, bytes. Records that were superseded before the segment
-        was sealed are included."""
+        """End position of the last record in the segment file, bytes. The last record counts even
+        if it was superseded before the segment was sealed."""
         loaded = self.loaded
         if not loaded.sealed:
             return loaded.end

@@ -62,7 +62,7 @@ class PackedRecord:
 
     @property
     def end(self) -> int:
-        """Offset of the end of the record in the buffer, bytes."""
+        """End position of the record in the buffer, bytes."""
         return self.start + (self.nbytes if self.page is None else BLOCK)
 
 
