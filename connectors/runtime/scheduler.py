@@ -239,7 +239,7 @@ class SchedulerHalf:
         fits = partial(admission.pressure.fits, turn, num_computed, self.step)
         fit = self.gaps.prefills.fit
         later = patient and restores.comes_later(turn, num_computed)
-        if later or promotions.still_coming(turn, fit, fits):
+        if later or promotions.still_coming(turn, num_computed, fit, fits):
             if patient:
                 return None, False
             promotions.stop_all_waits([turn])

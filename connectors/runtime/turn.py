@@ -210,6 +210,7 @@ class TiersState:
         rest: pages to promote whose promotion is not ordered yet.
         keys: pages promoted, or being promoted, for the turn until its admission, each with the
             store from which it comes.
+        coming: the pages among ``keys`` that have not arrived.
         held: slots of the pages that have arrived.
         waits_since: start of the current wait for pages, slots or replies, seconds; None while the
             turn does not wait.
@@ -229,6 +230,7 @@ class TiersState:
     in_pieces: bool = False
     rest: Sequence[PageKey] = ()
     keys: dict[PageKey, StoreId] = field(default_factory=dict)
+    coming: dict[PageKey, None] = field(default_factory=dict)
     held: dict[PageKey, int] = field(default_factory=dict)
     waits_since: float | None = None
     waited_s: float = 0.0

@@ -262,10 +262,13 @@ def _path(run: Run | None) -> list[Run]:
 
 def _common(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
     """Return the length of the common prefix of two lists of pages."""
-    if one == other:
-        return len(one)
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    most = min(len(one), len(other))
+    for at in range(0, most, 256):
+        part, other_part = one[at : min(at + 256, most)], other[at : min(at + 256, most)]
+        if part != other_part:
+            pairs = enumerate(zip(part, other_part, strict=True))
+            return at + next(i for i, (a, b) in pairs if a != b)
+    return most
 
 
 def _leading(keys: Sequence[PageKey], known: set[PageKey]) -> int:

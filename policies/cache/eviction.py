@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, filterfalse, groupby, islice, repeat, takewhile
 from operator import attrgetter
@@ -25,6 +25,8 @@ RANK_EVERY_S = 1.0
 AT_ONCE = 1024
 """Number of contexts revalued for one ranking, which takes a millisecond or two. If there are more
 contexts, each ranking revalues the next of them."""
+AT_A_TIME = 64
+"""Number of pages that are looked up together. An eviction often needs fewer."""
 NOBODYS, HALF_S = 0.5, 30.0
 """``NOBODYS``: worth of a page that was just used and that no job waits for, as a fraction of the
 mean worth. ``HALF_S``: half-life of that worth, seconds. Most such pages belong to finished jobs,
@@ -53,8 +55,9 @@ class ByWorth(EvictionOrder):
     Args:
         clock: monotonic seconds.
         most_pages: maximum number of pages in all contexts, and also in all branches that jobs
-            left. If contexts have more pages, the job that has been idle for longest is forgotten.
-            If branches have more pages, the branches of the job that left its branches first are
+            left. If contexts have more pages, the job that has been idle for longest is forgotten
+            when further pages are added: one job at a time, because a context may be long. If
+            branches have more pages, the branches of the job that left its branches first are
             forgotten.
     """
 
@@ -97,6 +100,10 @@ class ByWorth(EvictionOrder):
                 if run is not None:
                     run.end = len(run.keys)
         self.touched_all(keys)
+        if len(runs) > self.most_pages and len(self._contexts) > 1:
+            _, oldest = self._contexts.popitem(last=False)
+            self._remember(oldest, [])
+            self._long_unused(self._tree.remove(oldest), oldest.since)
 
     def removed(self, key: PageKey) -> None:
         self.removed_all((key,))
@@ -130,9 +137,13 @@ class ByWorth(EvictionOrder):
                 deque(map(held.pop, used, repeat(None)), maxlen=0)
 
     def __iter__(self) -> Iterator[PageKey]:
+        return chain.from_iterable(self._parts())
+
+    def _parts(self) -> Iterator[Iterable[PageKey]]:
+        """Yield the pages in eviction order, some at a time, because there may be many."""
         now = self.clock()
-        yield from self._superseded
-        yield from self._done
+        yield self._superseded
+        yield self._done
         free = chain(reversed(self._unused.items()), self._free.items())
         next_one = next(free, None)
         for place in range(self._passed, len(self._ranking)):
@@ -141,21 +152,25 @@ class ByWorth(EvictionOrder):
             left = False
             while run is not None and run.rank == self._rank and run.owner is context:
                 while next_one is not None and next_one[1] <= before:
-                    yield next_one[0]
-                    next_one = next(free, None)
-                for key in self._from_the_end(run):
+                    some = [next_one[0]]
+                    while (next_one := next(free, None)) and next_one[1] <= before:
+                        some.append(next_one[0])
+                        if len(some) == AT_A_TIME:
+                            next_one = next(free, None)
+                            break
+                    yield some
+                for part in self._from_the_end(run):
                     left = True
-                    yield key
+                    yield part
                 run = run.above
             if not left and place == self._passed:
                 self._passed = place + 1
         if next_one is not None:
-            yield next_one[0]
-            for key, _ in free:
-                yield key
+            yield (next_one[0],)
+            yield (key for key, _ in free)
         for run in self._tree.changed:
-            yield from filterfalse(self._recent.__contains__, self._pages(run))
-        yield from filter(self._tree.runs.__contains__, self._recent)
+            yield filterfalse(self._recent.__contains__, self._pages(run))
+        yield filter(self._tree.runs.__contains__, self._recent)
 
     def _goes_before(self, context: Context, now: float) -> float:
         """Return a time. Pages outside all contexts that have not been used since that time are
@@ -165,20 +180,25 @@ class ByWorth(EvictionOrder):
             return math.inf
         return now - HALF_S * math.log2(fresh / worth) if worth > 0 else -math.inf
 
-    def _from_the_end(self, run: Run) -> Iterator[PageKey]:
-        """Yield the pages of a run that are in CPU memory and unused since the ranking, last first.
-        Missing or used pages at the run's end are skipped, and not visited again."""
+    def _from_the_end(self, run: Run) -> Iterator[list[PageKey]]:
+        """Yield the pages of a run that are in CPU memory and unused since the ranking, last first,
+        some at a time. If the pages at the run's end are missing or used, they are skipped, and not
+        visited again."""
         keys, resident, recent = run.keys, self._resident, self._recent
-        begun = False
-        for place in range(run.at - 1, -1, -1):
-            key = keys[place]
-            if key in resident and key not in recent:
+        stop, size, begun = run.at, AT_A_TIME, False
+        while stop > 0:
+            start = max(0, stop - size)
+            there = [*filter(resident.__contains__, keys[start:stop])]
+            part = [*filterfalse(recent.__contains__, there)] if recent else there
+            if part:
                 begun = True
-                yield key
+                part.reverse()
+                yield part
             elif not begun:
-                run.at = place
-                if run.end == place + 1 and key not in resident:
-                    run.end = place
+                run.at = start
+                if run.end == stop and not there:
+                    run.end = start
+            stop, size = start, 4 * AT_A_TIME
 
     # -- jobs -----------------------------------------------------------------------
 
@@ -206,10 +226,6 @@ class ByWorth(EvictionOrder):
         self._value(context, self.clock())
         self._long_unused(gone, before)
         self._leave(context, gone)
-        while len(self._tree.runs) > self.most_pages and len(self._contexts) > 1:
-            _, oldest = self._contexts.popitem(last=False)
-            self._remember(oldest, [])
-            self._long_unused(self._tree.remove(oldest), oldest.since)
         while self._left_pages > self.most_pages:
             self._remember(next(iter(self._left)), [])
 

@@ -159,7 +159,7 @@ class FreesSlotsThatAreStillPacked(ColdPages):
         bundle = self._of[key]
         if bundle.state is PageState.BEING_COMPRESSED:
             bundle.state = PageState.COMPRESSED
-            self.compressed += len(bundle.keys)
+            self.readable.update(bundle.keys)
         return super().forget(key)
 
 

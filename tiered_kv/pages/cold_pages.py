@@ -54,14 +54,19 @@ class ColdPages:
 
     Attributes:
         num_slots: number of slots of all bundles.
-        compressed: number of compressed pages.
+        readable: the compressed pages.
     """
 
     def __init__(self) -> None:
         self._bundles: dict[int, Bundle] = {}  # by first slot
         self._of: dict[PageKey, Bundle] = {}
         self.num_slots = 0
-        self.compressed = 0
+        self.readable: set[PageKey] = set()
+
+    @property
+    def compressed(self) -> int:
+        """Number of compressed pages."""
+        return len(self.readable)
 
     @property
     def being_compressed(self) -> int:
@@ -128,7 +133,7 @@ class ColdPages:
         if not kept or not bundle.keys:
             return tuple(bundle.keys), self.drop(bundle)
         bundle.state = COMPRESSED
-        self.compressed += len(bundle.keys)
+        self.readable.update(bundle.keys)
         free = bundle.slots[kept:]
         del bundle.slots[kept:]
         self.num_slots -= len(free)
@@ -142,16 +147,16 @@ class ColdPages:
             self._of[key].readers += 1
         return place
 
-    def release(self, place: int) -> list[int]:
-        """Finish a copy from a bundle. Returns the slots that have become free.
+    def release(self, place: int, copies: int = 1) -> list[int]:
+        """Finish copies from a bundle. Returns the slots that have become free.
 
         Raises:
-            ValueError: no copy from this place is in flight.
+            ValueError: fewer copies from this place are in flight.
         """
         bundle = self._bundles.get(cold_place(place))
-        if bundle is None or not bundle.readers:
+        if bundle is None or bundle.readers < copies:
             raise ValueError("a cold page was released without being acquired")
-        bundle.readers -= 1
+        bundle.readers -= copies
         return [] if bundle.keys or bundle.readers else self.drop(bundle)
 
     def droppable(self, key: PageKey) -> Bundle | None:
@@ -162,7 +167,7 @@ class ColdPages:
 
     def drop(self, bundle: Bundle) -> list[int]:
         """Forget a bundle and its pages. Returns the slots of the bundle, which become free."""
-        self.compressed -= (bundle.state is COMPRESSED) * len(bundle.keys)
+        self.readable.difference_update(bundle.keys)
         for key in bundle.keys:
             del self._of[key]
         bundle.keys.clear()
@@ -175,7 +180,7 @@ class ColdPages:
         page, once no copy reads or writes the bundle. Raises KeyError for a page in no bundle."""
         bundle = self._of.pop(key)
         del bundle.keys[key]
-        self.compressed -= bundle.state is COMPRESSED
+        self.readable.discard(key)
         if bundle.keys or bundle.readers or bundle.state is BEING_COMPRESSED:
             return []
         return self.drop(bundle)
@@ -185,6 +190,6 @@ class ColdPages:
         bundles = self._bundles.values()
         assert {key: one for one in bundles for key in one.keys} == self._of, "pages misplaced"
         assert self.num_slots == sum(len(one.slots) for one in bundles), "slots miscounted"
-        compressed = [self.state(key) for key in self._of].count(COMPRESSED)
-        assert self.compressed == compressed, "pages miscounted"
+        compressed = {key for key in self._of if self.state(key) is COMPRESSED}
+        assert self.readable == compressed, "pages miscounted"
         assert all(one.readers >= 0 for one in bundles), "released too often"

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, filterfalse, islice, repeat
-from typing import TypeVar
+from itertools import chain, compress, filterfalse, islice, repeat
+from operator import not_
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -215,19 +216,22 @@ class PageIndex:
     def readable(self) -> Callable[[PageKey], bool]:
         """Return a predicate that is True for readable pages and faster than ``state`` for many
         pages. It is valid until the index changes."""
-        if not self.cold.compressed:
-            return self._resident.__contains__
-        resident, cold_state, compressed = self._resident, self.cold.state, PageState.COMPRESSED
-        return lambda key: key in resident or cold_state(key) is compressed
+        resident, cold = self._resident, self.cold.readable
+        return (lambda key: key in resident or key in cold) if cold else resident.__contains__
+
+    def unreadable(self, keys: Iterable[PageKey]) -> list[PageKey]:
+        """Return the pages that are not readable, in the same order."""
+        left = filterfalse(self._resident.__contains__, keys)
+        cold = self.cold.readable
+        return [*filterfalse(cold.__contains__, left)] if cold else [*left]
 
     def readable_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
         """Return the end of the run of readable pages that starts at ``start``, at most
         ``stop``."""
-        readable = self.readable
         for at in range(start, stop, 256):
             part = keys[at : min(at + 256, stop)]
-            if not all(map(readable, part)):
-                return at + next(i for i, key in enumerate(part) if not readable(key))
+            if left := self.unreadable(part):
+                return at + part.index(left[0])
         return max(start, stop)
 
     def missing(self, pages: Mapping[PageKey, T]) -> Mapping[PageKey, T]:
@@ -237,8 +241,13 @@ class PageIndex:
             return pages
         left: Iterable[PageKey] = pages
         for keys in present:
-            left = filterfalse(keys.__contains__, left)
+            if keys:
+                left = filterfalse(keys.__contains__, left)
         return {key: pages[key] for key in left}
+
+    def lacks(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Return True for each page that is not resident."""
+        return [*map(not_, map(self._resident.__contains__, keys))]
 
     def place(self, key: PageKey) -> int | None:
         """Return the place of a readable page: its slot, or the ``cold_place`` of its bundle.
@@ -335,22 +344,21 @@ class PageIndex:
         Raises:
             ValueError: no read of a page at this place has been started.
         """
-        if place < 0:
-            self._free += self.cold.release(place)
-            if used and (key in self._resident or key in self.cold.pages):
-                self._eviction.touched(key)
-            return
         self.release_all((key,), (place,), used)
 
     def acquire_all(self, keys: Sequence[PageKey]) -> list[int]:
         """Call ``acquire`` for each page, and return the places. If a page is not readable, raises
         KeyError and acquires none."""
-        try:
-            slots = list(map(self._resident.__getitem__, keys))
-        except KeyError:
-            for unreadable in filterfalse(self.readable, keys):
+        places = list(map(self._resident.get, keys))
+        if None in places:
+            for unreadable in self.unreadable(keys):
                 self.acquire(unreadable)  # raises
-            return [self.acquire(key) for key in keys]
+            self._count_readers([slot for slot in places if slot is not None], 1)
+            return [
+                self.acquire(key) if slot is None else slot
+                for key, slot in zip(keys, places, strict=True)
+            ]
+        slots = cast("list[int]", places)
         self._count_readers(slots, 1)
         return slots
 
@@ -358,19 +366,26 @@ class PageIndex:
         """Call ``release`` for each page."""
         if not slots:
             return
+        hot, hot_slots = keys, slots
         if min(slots) < 0:
-            for key, place in zip(keys, slots, strict=True):
-                self.release(key, place, used=used)
-            return
-        self._count_readers(slots, -1)
-        owners = list(map(self._resident.get, keys))
-        if owners != list(slots):  # some were forgotten in the meantime
-            pages = list(zip(keys, slots, owners, strict=True))
+            warm = [slot >= 0 for slot in slots]
+            hot, hot_slots = list(compress(keys, warm)), list(compress(slots, warm))
+        self._count_readers(hot_slots, -1)
+        if len(hot) < len(keys):
+            for place, copies in Counter(slot for slot in slots if slot < 0).items():
+                self._free += self.cold.release(place, copies)
+        owners = list(map(self._resident.get, hot))
+        if owners != list(hot_slots):  # some were forgotten in the meantime
+            pages = list(zip(hot, hot_slots, owners, strict=True))
             left = {slot: self._reads[slot] for _, slot, owner in pages if slot != owner}
             self._free += [slot for slot, readers in left.items() if not readers]
-            keys = [key for key, slot, owner in pages if slot == owner]
-        if used:
-            self._eviction.touched_all(keys)
+            hot = [key for key, slot, owner in pages if slot == owner]
+        if not used:
+            return
+        if len(hot_slots) == len(keys):
+            self._eviction.touched_all(hot)
+        else:
+            self.touch(keys)
 
     def _count_readers(self, slots: Sequence[int], more: int) -> None:
         """Add ``more`` readers to each slot.
@@ -378,6 +393,8 @@ class PageIndex:
         Raises:
             ValueError: a slot would have fewer than 0 readers. In this case nothing changes.
         """
+        if not slots:
+            return
         places = np.fromiter(slots, np.intp, len(slots))
         if len(set(slots)) == len(slots):  # ``np.add.at`` takes 20 times as long
             self._readers[places] += more
@@ -390,9 +407,12 @@ class PageIndex:
 
     def least_valuable(self, among: int) -> Iterator[PageKey]:
         """Yield the first ``among`` pages in eviction order, except resident pages being read."""
-        slot_of, reads = self._resident.get, self._reads
-        first = islice(self._in_order(), among)
-        return (key for key in first if (slot := slot_of(key)) is None or not reads[slot])
+        first = [*islice(self._in_order(), among)]
+        slots = [*map(self._resident.get, first)]
+        if None in slots:
+            reads, pairs = self._reads, zip(first, slots, strict=True)
+            return (key for key, slot in pairs if slot is None or not reads[slot])
+        return compress(first, (self._readers[np.asarray(slots, np.intp)] == 0).tolist())
 
     @property
     def superseded(self) -> Callable[[PageKey], bool]:
@@ -402,11 +422,11 @@ class PageIndex:
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, in the order in which they are given: the last page is evicted last.
         Skips pages that are missing or being written."""
-        resident, cold = self._resident.__contains__, self.cold.pages
-        if cold:
-            self._eviction.touched_all([key for key in keys if resident(key) or key in cold])
-        else:
-            self._eviction.touched_all(list(filter(resident, keys)))
+        there = self._resident.__contains__
+        if cold := self.cold.pages:
+            keys = list(keys)
+            there = {*filter(there, keys), *filter(cold.__contains__, keys)}.__contains__
+        self._eviction.touched_all([*filter(there, keys)])
 
     # -- forgetting -------------------------------------------------------------
 
@@ -545,19 +565,24 @@ class PageIndex:
             list[PageKey](),
             self.cold.with_mates,
         )
-        while left > 0 and (first := [*islice(order, 64)]):
+        while left > 0 and (first := [*islice(order, 256)]):
             cold = self.cold.compressed > 0
             lacking = unsaved([*bundled(first)] if cold else first)
-            lacking = [*filterfalse(self.superseded, lacking)]  # no lower tier needs these
+            if self.superseded(first[0]):  # such pages come first, and no lower tier needs them
+                lacking = [*filterfalse(self.superseded, lacking)]
             if not lacking:
                 yield first
                 continue
-            lacking_pages = {*bundled(lacking)} if cold else {*lacking}
-            later = [*filter(lacking_pages.__contains__, first)][:left]
+            if len(lacking) == len(first) and not cold:
+                later = first[:left]
+            else:
+                lacking_pages = {*bundled(lacking)} if cold else {*lacking}
+                later = [*filter(lacking_pages.__contains__, first)][:left]
             left -= len(later)
             self.spared += len(later)
             spared += later
-            yield filterfalse({*later}.__contains__, first)
+            if len(later) < len(first):
+                yield filterfalse({*later}.__contains__, first)
         yield spared
         yield order
 

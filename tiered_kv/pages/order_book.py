@@ -301,7 +301,9 @@ class OrderBook:
             most: maximum number of pages, counted from the first; None for all.
         """
         state = self.stores[store]
-        there = filter(self.index.readable, state.index.unwritten(dict.fromkeys(keys)))
+        lacked = [*state.index.unwritten(dict.fromkeys(keys))]
+        gone = {*self.index.unreadable(lacked)}
+        there = filterfalse(gone.__contains__, lacked)
         wanted = tuple(islice(filterfalse(state.demoting.__contains__, there), most))
         if not wanted:
             return None

@@ -149,7 +149,10 @@ class AskedIndex(TierIndex):
     def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
         if self._used.keys().isdisjoint(keys):  # the usual case, and a cheap test
             return keys
-        return [*filterfalse(set(self.present(keys)).__contains__, keys)]
+        found = self.present(keys)
+        if len(found) == len(keys):
+            return ()
+        return [*filterfalse(set(found).__contains__, keys)] if found else keys
 
     def present(self, keys: Collection[PageKey]) -> list[PageKey]:
         found, until, now = super().present(keys), self._until, self._clock()
@@ -160,8 +163,11 @@ class AskedIndex(TierIndex):
     def unanswered(self, keys: Collection[PageKey]) -> list[PageKey]:
         if self._until.keys().isdisjoint(keys):  # the usual case, and a cheap test
             return list(keys)
-        until, now = self._until.get, self._clock()
-        return [key for key in keys if until(key, now) <= now]
+        until, now = self._until, self._clock()
+        known = filter(until.__contains__, keys)
+        if max(map(until.__getitem__, known)) <= now:  # the usual case for a long prompt
+            return list(keys)
+        return [key for key in keys if until.get(key, now) <= now]
 
     def add(self, keys: Iterable[PageKey]) -> None:
         keys = list(keys)
@@ -182,7 +188,8 @@ class AskedIndex(TierIndex):
         """Store new answers, and drop the oldest ones beyond ``MOST_ANSWERS``. Expired answers are
         kept, so that a page that was present is not written again."""
         until = self._until
-        deque(map(until.pop, keys, repeat(None)), maxlen=0)
+        if not until.keys().isdisjoint(keys):
+            deque(map(until.pop, keys, repeat(None)), maxlen=0)
         until.update(zip(keys, repeat(self._clock() + good_s)))
         dropped = [*islice(until, max(0, len(until) - MOST_ANSWERS))]
         if dropped and self.on_changed is not None:

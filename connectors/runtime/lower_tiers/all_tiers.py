@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
+from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.tiers import StoreId, TierId
@@ -171,7 +172,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
         def on_its_way(key: PageKey) -> bool:
             return key in coming and self._book.store_of(coming[key]) not in silent
 
-        return Somewhere(self._book.index.readable, indices, on_its_way)
+        return Somewhere(self._book.index, indices, on_its_way)
 
     def give_up(self, orders: Iterable[OrderId]) -> None:
         """Record that no turn waits for these orders any longer. Raises KeyError unless all of them
@@ -214,18 +215,18 @@ class Somewhere:
     """Test whether pages are available in any tier; valid until the next change.
 
     Attributes:
-        readable: returns True if a page is in CPU memory.
+        index: pages in CPU memory.
         indices: pages of the tiers that respond.
         on_its_way: returns True if a page is moving to CPU memory.
     """
 
-    readable: Callable[[PageKey], bool]
+    index: PageIndex
     indices: Sequence[TierIndex]
     on_its_way: Callable[[PageKey], bool]
 
     def __call__(self, key: PageKey) -> bool:
         """Return True if the page is available."""
-        in_tier = self.readable(key) or any(key in pages for pages in self.indices)
+        in_tier = self.index.readable(key) or any(key in pages for pages in self.indices)
         return in_tier or self.on_its_way(key)
 
     def run(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
@@ -233,7 +234,7 @@ class Somewhere:
         ``stop``."""
         at, most = start, 16  # of most prompts, no page is available
         while part := keys[at : min(at + most, stop)]:
-            left: Collection[PageKey] = [*filterfalse(self.readable, part)]
+            left: Collection[PageKey] = self.index.unreadable(part)
             for pages in self.indices:
                 left = pages.absent(left) if left else left
             for key in filterfalse(self.on_its_way, left):

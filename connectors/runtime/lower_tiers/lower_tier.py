@@ -260,8 +260,8 @@ class LowerTier:
         runs = runs_of(context) if self._in_runs and mine else {}
         if not self._backlog and self._order_down(mine, runs, room) < room:
             return  # all pages were ordered
-        demoting, readable = self.pages.demoting, self._index.readable
-        fresh = [*filterfalse(demoting.__contains__, filter(readable, mine))]
+        excluded = self.pages.demoting.union(self._index.unreadable(mine))
+        fresh = [*filterfalse(excluded.__contains__, mine)]
         left = max(0, self._most_waiting - len(self._backlog))
         if self.spec.shared:  # own tiers receive the other pages before eviction
             self.counters.add("pages_not_shared", len(fresh[left:]))

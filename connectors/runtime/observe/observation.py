@@ -190,7 +190,7 @@ class Observation:
         seen.vram_tokens, seen.cpu_tokens, seen.ssd_tokens = start - num_computed, 0, 0
         if not turn.may_restore:
             return
-        promotions.bring_up(turn, self._fit, lambda: True)
+        promotions.bring_up(turn, start, self._fit, lambda: True)
         below = promotions.within_reach(turn)
         hit = restores.find(turn, start, self._engine.turns.running, below)
         if hit is not None:

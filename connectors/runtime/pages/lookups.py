@@ -1,10 +1,10 @@
 """Lookups: stores that other engines also write to are queried for pages of a prompt that no local
 tier has.
 
-The first pages are queried first, and the other pages once all of the first pages are found. Groups
-that keep only a part of the context have pages at some boundaries only, and only the engine that
-wrote them knows which. Their pages are queried last, near the end of the other groups' pages,
-because the stored context ends close to that point.
+The first pages are queried first, and further pages once all earlier pages are found. Groups that
+keep only a part of the context have pages at some boundaries only, and only the engine that wrote
+them knows which. Their pages are queried last, near the end of the other groups' pages, because the
+stored context ends close to that point.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from tiered_kv.tiers import Knowledge
 
 from .hits import HitFinder
 
-LOOKUPS = 2
-"""Number of queries for a turn's pages: one for the first pages, and one for the other pages."""
-FIRST_LOOKUP = 64
-"""Number of pages in a turn's first query. The other pages follow once all of these are found."""
+LOOKUPS = 6
+"""Maximum number of queries for a turn's pages."""
+FIRST_LOOKUP, LATER_LOOKUP = 64, 16_384
+"""Maximum numbers of pages in a turn's first query and in each of its other queries. The next query
+follows once all pages of a query are found."""
 MOST_BOUNDARIES = 64
 """Maximum number of boundaries of a prompt at which a store is queried for window pages and
 recurrent states. These are the last boundaries, because the stored context is assumed to end
 there."""
+LOOK_UP_AGAIN = 1024
+"""Length of a VRAM prefix in which the engine finds all blocks in about the time that it needs to
+prefill one token. While a turn waits for a reply, the engine finds the prefix once more, so a query
+has to be able to save more tokens than that."""
 LOOKUP_S = 0.05
 """Maximum wait of a turn for a store's reply, seconds. It is shorter if prefilling takes less
 time."""
@@ -50,7 +55,7 @@ def pages_asked(lookups: int, unknown: int) -> int:
     """
     if lookups >= LOOKUPS:
         return 0
-    return min(unknown, FIRST_LOOKUP) if lookups == 0 else unknown
+    return min(unknown, LATER_LOOKUP if lookups else FIRST_LOOKUP)
 
 
 def answer_wait_s(compute_s: float, *, measured: bool) -> float:
@@ -105,23 +110,26 @@ class Lookups:
         self._finder = finder
         self._clock = clock
 
-    def ask(self, turn: Turn, in_vram: Callable[[Turn, int], int], fit: PrefillFit) -> bool:
+    def ask(self, turn: Turn, in_vram: Callable[[], int], fit: PrefillFit) -> bool:
         """Query stores for pages that no tier is known to have. Returns True if the turn waits for
         a reply.
 
         Args:
-            in_vram: returns how many of a prompt's first tokens are in VRAM, up to a given number.
+            in_vram: returns how many of the prompt's first tokens are in VRAM.
         """
         state = turn.tiers
         beginning = state.lookups < LOOKUPS
         ends = self._facts.narrow and not state.ends_asked
         if not self._asked or not (beginning or ends):
             return False
-        vram, somewhere = in_vram(turn, turn.request.num_tokens - 1), self._tiers.somewhere()
+        vram, somewhere = in_vram(), self._tiers.somewhere()
         orders, waits = set[OrderId](), 0.0
         if beginning:
             orders, waits = self._put(self._beginning(turn, vram, somewhere), fit)
-            state.lookups += bool(orders)
+            if orders:
+                state.lookups += 1
+            elif state.lookups:
+                state.lookups = LOOKUPS  # no page is left to query, so later calls are cheap
         if ends and not orders:
             orders, waits = self._put(self._ends(turn, vram, somewhere), fit)
             state.ends_asked = bool(orders)
@@ -159,6 +167,8 @@ class Lookups:
             size = group.block_size
             stop, end = min(len(keys), limit // size + 1), vram // size
             end = somewhere.run(keys, end, stop)
+            if (stop - end) * size * LOOK_UP_AGAIN < vram:
+                continue
             if not tier.pages.index.unanswered(keys[end : min(end + 1, stop)]):
                 continue  # the next page is known to be missing, so later pages are useless
             unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]

@@ -298,11 +298,11 @@ class RestorePieces:
             piece.orders = set(filter(book.under_way, piece.orders))
             if piece.orders:
                 return
-            readable = index.readable
-            there = [page for page in piece.pages if readable(page.key)]
-            absent = [page for page in piece.pages if not readable(page.key)]
-            if any(index.state(page.key).moving for page in absent):
+            missing = {*index.unreadable([page.key for page in piece.pages])}
+            if any(index.state(key).moving for key in missing):
                 return
+            there = [page for page in piece.pages if page.key not in missing]
+            absent = [page for page in piece.pages if page.key in missing]
             restore.coming.popleft()
             restore.rest.again.extendleft(reversed(absent))
             self._slots -= sum(page.key in piece.own for page in absent)
@@ -316,8 +316,7 @@ class RestorePieces:
         order = self._add_piece(restore, pages[0].group, keys, blocks)
         given_back = [key for key in keys if key in own]
         self._copying[order] = len(given_back)
-        for key in given_back:
-            self._index.forget(key)
+        self._index.forget_all(given_back)
 
     def _copy_readable(self, restore: _Restore) -> bool:
         """Order a copy of the next pages to VRAM if CPU memory has them. Returns False if CPU
@@ -375,13 +374,13 @@ class RestorePieces:
             return False
         rest.drop(len(pages))
         self._left -= len(pages)
-        coming, readable = self._book.promoting, index.readable
-        awaited = [page for page in pages if not readable(page.key)]
+        coming, missing = self._book.promoting, {*index.unreadable([page.key for page in pages])}
+        awaited = [page for page in pages if page.key in missing]
         if awaited:
             orders = {coming[page.key] for page in awaited if page.key in coming}
             own = ordered.intersection(page.key for page in awaited)
             restore.coming.append(_Piece(awaited, orders, own))
             self._slots += len(own)
-        if here := [page for page in pages if readable(page.key)]:
+        if here := [page for page in pages if page.key not in missing]:
             self._copy(restore, here, set())
         return True

@@ -7,9 +7,10 @@ of admission. Each page is promoted from the fastest tier that has it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import filterfalse
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ AHEAD_SHARE = 4
 """One slot in ``AHEAD_SHARE`` may be reserved for promotions that are not due yet."""
 PAGES_A_STEP = 1024
 """Maximum number of pages whose promotion is ordered in a step, for all turns together."""
+TOUCHED_A_STEP = 2048
+"""Maximum number of pages that are counted as just used in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,26 +119,35 @@ class Promotions:
         self._clock = engine.clock
         self._unclaimed = 0  # pages promoted, being promoted or to be promoted for turns
         self._left = PAGES_A_STEP  # pages whose promotion may still be ordered in this step
+        # Pages of each turn's prefix to count as just used, and whether also in CPU memory, so that
+        # promoted pages do not evict them.
+        self._used: dict[Turn, tuple[list[PageKey], bool]] = {}
+        self._touches_left = TOUCHED_A_STEP
 
     def begin_step(self) -> None:
         """Start a step."""
-        self._left = PAGES_A_STEP
+        self._left, self._touches_left = PAGES_A_STEP, TOUCHED_A_STEP
+        if self._used:
+            self._touch_some()
 
-    def _promote(self, turn: Turn, fit: PrefillFit, *, fits: bool) -> None:
+    def _promote(self, turn: Turn, num_computed: int, fit: PrefillFit, *, fits: bool) -> None:
         """Order the promotion of the pages that the turn's prompt needs and only a lower tier has.
 
         Args:
+            num_computed: tokens of the prompt that VRAM is known to contain.
             fit: estimates the time to prefill the tokens of these pages instead.
             fits: True if VRAM has space for the turn.
         """
         state, now = turn.tiers, self._clock()
         state.behind, state.in_pieces = 0, False
-        if self._lookups.ask(turn, self.in_vram, fit):
+        in_vram = partial(self.in_vram, turn, turn.request.num_tokens - 1, num_computed)
+        if self._lookups.ask(turn, in_vram, fit):
             return
         if not any(len(tier.pages.index) for tier in self._tiers.values()):
             return
+        first = state.looked_at is None
         state.looked_at, state.room_seen = now, fits
-        wanted, behind, tokens = self._find(turn)
+        wanted, behind, tokens = self._find(turn, in_vram(), first=first)
         if not wanted:
             return
         promotion = self._worth_it(wanted, behind, tokens, fit, last=fits)
@@ -173,6 +185,7 @@ class Promotions:
         state.awaits |= orders
         self._unclaimed += len(set(claimed) - state.keys.keys())
         state.keys.update((key, stores[coming[key]]) for key in claimed)
+        state.coming.update(dict.fromkeys(filterfalse(state.held.__contains__, claimed)))
 
     def promote_ahead(self, keys: Sequence[PageKey], due: float) -> int:
         """Order the promotion of the pages of a job between turns, for the time when it is expected
@@ -234,28 +247,32 @@ class Promotions:
             del wanted[kept:]
         return None
 
-    def _find(self, turn: Turn) -> tuple[list[PageKey], int, int]:
+    def _find(self, turn: Turn, start: int, *, first: bool) -> tuple[list[PageKey], int, int]:
         """Return the pages to promote for the turn, in order; the number of prompt tokens before
         them; and the number of tokens that these pages make usable.
 
-        Pages in VRAM or CPU memory are skipped. All pages of the prefix count as used.
+        Pages in VRAM or CPU memory are skipped. All pages of the prefix count as used, over several
+        steps if there are many.
+
+        Args:
+            start: number of prompt tokens in VRAM.
+            first: True if no pages of the turn have been searched before.
         """
-        index, limit = self._index, turn.request.num_tokens - 1
-        start, somewhere = self.in_vram(turn, limit), self._tiers.somewhere()
+        index, limit, somewhere = self._index, turn.request.num_tokens - 1, self._tiers.somewhere()
         found = self._finder.find(turn, start, limit, somewhere, somewhere.run)
-        keys = turn.page_keys()
-        used = list(keys[: start // self._facts.block_size])
+        used = list(turn.page_keys()[: start // self._facts.block_size])
         used += found.keys if found is not None else ()
-        self._touch(used)
-        wanted = [*filterfalse(index.readable, found.keys)] if found is not None else []
+        wanted = index.unreadable(found.keys) if found is not None else []
+        if (first or wanted) and turn not in self._used:
+            self._used[turn] = used, bool(wanted)
+            self._touch_some()
         if found is None or not wanted:
             return [], 0, 0
-        index.touch(reversed(used))  # so that promoted pages do not evict them
         here = self._finder.find(turn, start, limit, index.readable, index.readable_prefix)
         behind = here.tokens if here is not None else start
         return wanted, behind, found.tokens - behind
 
-    def in_vram(self, turn: Turn, limit: int, known: int = 0) -> int:
+    def in_vram(self, turn: Turn, limit: int, known: int) -> int:
         """Return the number of usable prompt tokens that VRAM contains, at most ``limit``.
 
         Args:
@@ -290,9 +307,20 @@ class Promotions:
             for block in group.needs(tokens)
         )
 
-    def _touch(self, keys: Sequence[PageKey]) -> None:
-        for tier in self._tiers.values():
-            tier.pages.index.touch(keys)
+    def _touch_some(self) -> None:
+        """Count pages of prefixes that turns use as just used, up to the limit per step. The end of
+        a prefix comes first, so that it is evicted first."""
+        for turn, (used, here) in [*self._used.items()]:
+            part = used[-self._touches_left :] if self._touches_left else []
+            del used[len(used) - len(part) :]
+            self._touches_left -= len(part)
+            for tier in self._tiers.values():
+                tier.pages.index.touch(part)
+            if here:
+                self._index.touch(reversed(part))
+            if used:
+                return
+            del self._used[turn]
 
     def waits_for_answer(self, turn: Turn) -> bool:
         """True if a turn is waiting for a store's reply that is outstanding and not late. Called in
@@ -302,10 +330,12 @@ class Promotions:
             return False
         return any(map(self._book.under_way, state.awaits))
 
-    def still_coming(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
+    def still_coming(
+        self, turn: Turn, num_computed: int, fit: PrefillFit, fits: Callable[[], bool]
+    ) -> bool:
         """Promote pages for a turn that the engine considers for admission. Returns True if the
         turn waits, and the engine must ask again later. Takes the arguments of ``bring_up``."""
-        waits, state = self.bring_up(turn, fit, fits), turn.tiers
+        waits, state = self.bring_up(turn, num_computed, fit, fits), turn.tiers
         if waits and state.waits_since is None:
             state.waits_since = self._clock()
         elif not waits:
@@ -317,7 +347,9 @@ class Promotions:
             state.waited_s += self._clock() - state.waits_since
             state.waits_since = None
 
-    def bring_up(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
+    def bring_up(
+        self, turn: Turn, num_computed: int, fit: PrefillFit, fits: Callable[[], bool]
+    ) -> bool:
         """Promote the pages that a turn's prompt needs. Returns True if the turn should wait for
         pages, slots or replies.
 
@@ -325,6 +357,7 @@ class Promotions:
         Its pages are promoted while it waits for space.
 
         Args:
+            num_computed: tokens of the prompt that VRAM is known to contain.
             fits: returns True if VRAM has space for the turn.
         """
         if not self._tiers:  # first, because this runs for every waiting request
@@ -342,7 +375,7 @@ class Promotions:
             if left_s is not None and left_s <= 0:
                 state.behind, state.in_pieces = 0, False
             elif awaited or self._worth_a_look(turn, now, fits=has_room):
-                self._promote(turn, fit, fits=has_room)
+                self._promote(turn, num_computed, fit, fits=has_room)
         if has_room and state.wait_until is None and state.longest_wait_s is not None:
             state.wait_until = now + state.longest_wait_s
         return has_room and bool(state.awaits or state.rest or state.behind)
@@ -368,12 +401,12 @@ class Promotions:
     def tokens_from_below(self, turn: Turn) -> TokensBelow:
         """Return the numbers of tokens of a turn's hit that were promoted for it, or are to be
         promoted in pieces."""
-        hit, came_up, there = turn.restore.hit, turn.tiers.keys, self._index.readable
+        hit, came_up = turn.restore.hit, turn.tiers.keys
         if hit is None or not self._tiers:
             return TokensBelow(0, 0)
         pages = Counter(map(came_up.get, hit.keys))
         del pages[None]
-        in_pieces = [*filterfalse(came_up.__contains__, filterfalse(there, hit.keys))]
+        in_pieces = [*filterfalse(came_up.__contains__, self._index.unreadable(hit.keys))]
         for store, keys in self._tiers.by_tier(in_pieces).items():
             pages[store] += len(keys)
         shared = sum(n for store, n in pages.items() if store and self._tiers[store].spec.shared)
@@ -391,10 +424,11 @@ class Promotions:
     def _hold(self, turn: Turn) -> None:
         """Protect the pages promoted for a turn from eviction until the turn is admitted or
         finishes."""
-        held = turn.tiers.held
-        arrived = filterfalse(held.__contains__, filter(self._index.readable, turn.tiers.keys))
-        keys = [*arrived]
-        held.update(zip(keys, self._index.acquire_all(keys), strict=True))
+        state = turn.tiers
+        absent = {*self._index.unreadable(state.coming)}
+        arrived = [*filterfalse(absent.__contains__, state.coming)]
+        state.held.update(zip(arrived, self._index.acquire_all(arrived), strict=True))
+        deque(map(state.coming.pop, arrived), maxlen=0)
 
     def _of_others(self, turn: Turn) -> int:
         """Return the number of pages promoted, or being promoted, for other turns."""
@@ -438,6 +472,7 @@ class Promotions:
         self._wait_over(turn.tiers)
         self._index.release_all([*held], [*held.values()], used=False)  # its restore uses them
         held.clear()
+        turn.tiers.coming.clear()
         self._drop_rest(turn)
         self._unclaimed -= len(turn.tiers.keys)
         turn.tiers.keys.clear()

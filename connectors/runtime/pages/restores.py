@@ -24,10 +24,9 @@ from .saves import Saves
 logger = logging.getLogger(__name__)
 
 _ID = attrgetter("block_id")
-SYNC_PAGES = 2048
-"""Maximum number of pages of a sync restore. The engine allocates and hashes the restore's blocks
-in one step."""
-PAGES_A_STEP = 4096
+WHOLE_PAGES = 2048
+"""Maximum number of pages that are restored in one order. A longer restore is async, in pieces."""
+PAGES_A_STEP = 1024
 """Number of restored pages for which the engine allocates or hashes blocks in a step, after which
 no further restore starts in this step. Allocating and hashing take time, and the copies take longer
 than a step anyway."""
@@ -178,7 +177,7 @@ class Restores:
         turn.restore.hit = None
         if found is not None:
             tokens = found.tokens - num_computed
-            if below is not None and not all(map(index.readable, found.keys)):
+            if below is not None and index.unreadable(found.keys):
                 turn.restore.hit = Hit(found.parts, tokens, RestoreMode.ASYNC, below.until)
             else:
                 turn.restore.hit = Hit(found.parts, tokens, self._mode(found, others))
@@ -186,8 +185,8 @@ class Restores:
 
     def _mode(self, found: Found, others: int) -> RestoreMode:
         cold = self._index.cold  # compressed pages are decoded on separate threads
-        compressed = cold.compressed and PageState.COMPRESSED in map(cold.state, found.keys)
-        long = sum(len(part.keys) for part in found.parts) > SYNC_PAGES
+        compressed = cold.compressed and not cold.readable.isdisjoint(found.keys)
+        long = sum(len(part.keys) for part in found.parts) > WHOLE_PAGES
         if not self._facts.sync_restores or compressed or long:
             return RestoreMode.ASYNC
         copy_s = sum(self._book.copy_seconds(len(part.keys), part.group) for part in found.parts)
@@ -214,8 +213,8 @@ class Restores:
         runs = [self._placed(turn, part, hit, tokens) for part in hit.parts]
         pages = sum(len(run.keys) for run in runs)
         self._pages += pages
-        lacks = hit.pieces_until is not None and not all(map(self._index.readable, hit.keys))
-        in_pieces = lacks or (hit.mode is RestoreMode.ASYNC and pages > PAGES_A_STEP)
+        lacks = hit.pieces_until is not None and bool(self._index.unreadable(hit.keys))
+        in_pieces = lacks or (hit.mode is RestoreMode.ASYNC and pages > WHOLE_PAGES)
         if in_pieces:
             turn.restore.loading = 1  # until the last piece is ordered
         else:
@@ -228,7 +227,7 @@ class Restores:
         return runs if in_pieces else ()
 
     def _order_whole(self, turn: Turn, hit: Hit, runs: Sequence[PlacedRun]) -> None:
-        if len(runs) > 1 and not all(map(self._index.readable, hit.keys)):
+        if len(runs) > 1 and self._index.unreadable(hit.keys):
             # Checked before any order is created.
             raise RuntimeError("a page of the offered restore has been evicted")
         for part, run in zip(hit.parts, runs, strict=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse, islice
+from itertools import compress, filterfalse, islice
 from operator import attrgetter, itemgetter
 
 from tiered_kv.connectors.runtime.base import EngineFacts, Request
@@ -40,7 +40,8 @@ ENDS_TOGETHER = 64
 end in the same step join the order."""
 LOOKED_AT = 4096
 """Maximum number of blocks of a turn whose saves are ordered in one step. A prefix that VRAM has
-and CPU memory has lost may be longer."""
+and CPU memory has lost may be longer. Of blocks that CPU memory has, four times as many are
+checked."""
 _ID = attrgetter("block_id")
 
 
@@ -488,7 +489,8 @@ class Saves:
         Args:
             tokens: tokens whose KV exists, possibly including drafts and placeholders. Blocks whose
                 tokens are not final have no hash yet, and wait.
-            most: maximum number of blocks of a group to add; None for all.
+            most: maximum number of blocks of a group to add; None for all. The blocks before them
+                that CPU memory has are not counted, but at most four times as many are checked.
         """
         behind = False
         for at, group in enumerate(self._facts.groups):
@@ -500,17 +502,21 @@ class Saves:
             start = turn.save.cursors[at]
             if full <= start:
                 continue
-            start = self._book.index.readable_prefix(keys, start, full)
-            if most is not None and full - start > most:
-                full, behind = start + most, True
+            looked_at = full if most is None else min(full, start + 4 * most)
+            start = self._book.index.readable_prefix(keys, start, looked_at)
+            if most is not None:
+                stop = looked_at if start == looked_at else min(full, start + most)
+                full, behind = stop, behind or stop < full
             if self.on_filled is not None:
                 # An answer may repeat pages of a previous engine, which KV events do not name yet.
                 answer = turn.request.num_prompt_tokens // group.block_size
                 first = min(start, max(answer, turn.save.cursors[at]))
                 self.on_filled(turn, at, range(first, full))
             turn.save.cursors[at] = full
-            ids = map(_ID, blocks[start:full])
-            filled[at].update(zip(keys[start:full], ids, strict=True))
+            part = keys[start:full]
+            lacks = self._book.index.lacks(part)
+            ids = map(_ID, compress(blocks[start:full], lacks))
+            filled[at].update(zip(compress(part, lacks), ids, strict=True))
         return behind
 
     def _order(self, filled: Sequence[Mapping[PageKey, int]], *, ends: bool = False) -> None:

@@ -24,6 +24,9 @@ from tiered_kv.policies.pins.release_order import (
 from tiered_kv.trace.turn_record import PinEnd
 
 _ID = attrgetter("block_id")
+RELEASED_AT_ONCE = 4096
+"""Maximum number of blocks of an expired pin that are released in one step. The engine takes a
+millisecond or two for them."""
 
 
 class Lease(NamedTuple):
@@ -100,6 +103,12 @@ class PinTable:
             return None
         until = pin.deadline if pin.lease is None else max(pin.deadline, pin.lease.until)
         return PinFacts(len(pin.blocks), until)
+
+    def prefix(self, job: JobKey) -> Sequence[Block]:
+        """Return the blocks of a job's pin, the start of its context; empty if the job has no pin,
+        or if a hint added other blocks."""
+        pin = self._pins.get(job)
+        return pin.blocks if pin is not None and pin.lease is None else ()
 
     def blocks(self) -> dict[JobKey, int]:
         """Number of blocks of each pin."""
@@ -218,25 +227,37 @@ class PinTable:
         pin = self._pins.pop(job, None)
         if pin is None:
             return False
-        ids = list(map(_ID, pin.blocks))
+        self._give_back(pin.blocks)
+        self.on_end(job, why)
+        return True
+
+    def _give_back(self, blocks: Sequence[Block]) -> None:
+        """Drop a pin's references to blocks."""
+        ids = list(map(_ID, blocks))
         counts = list(map(self._held.pop, ids))
         if counts.count(1) != len(counts):
             self._held.update(
                 (one, count - 1) for one, count in zip(ids, counts, strict=True) if count > 1
             )
-        self._pool.release(reversed(pin.blocks))  # tails are evicted before heads
-        self.on_end(job, why)
-        return True
+        self._pool.release(reversed(blocks))  # tails are evicted before heads
 
     def expire(self, now: float) -> int:
-        """Release every pin whose deadline and lease have passed. Returns the number of deadlines
-        that have passed."""
+        """Release every pin whose deadline and lease have passed. A large pin is released over
+        several calls, the end of the context first. Returns the number of deadlines that have
+        passed."""
         if now < self._next_deadline:
             return 0
         late = [job for job, pin in self._pins.items() if pin.deadline <= now]
         for job in late:
-            if not self._falls_back(job, now):
+            if self._falls_back(job, now):
+                continue
+            pin = self._pins[job]
+            if len(pin.blocks) <= RELEASED_AT_ONCE:
                 self.release(job, PinEnd.EXPIRED)
+                continue
+            self._give_back(pin.blocks[-RELEASED_AT_ONCE:])
+            del pin.blocks[-RELEASED_AT_ONCE:]
+            pin.view = replace(pin.view, blocks=len(pin.blocks))
         self._next_deadline = min(
             (pin.deadline for pin in self._pins.values()), default=float("inf")
         )

@@ -217,7 +217,10 @@ class PinPressure:
             return True
         found = sum(len(blocks) for _, blocks, _ in self._hits(num_computed))
         # Blocks are checked one by one only if that can change the result: this runs in every step.
-        return lacks <= found and lacks <= self._held_hits(turn, num_computed)
+        if lacks > found:
+            return False
+        pinned = self._pinned_hits(turn, num_computed)
+        return lacks <= pinned or lacks <= self._held_hits(turn, num_computed)
 
     def _wanted(self, turn: Turn, num_computed: int) -> int:
         return self._blocks(turn, num_computed) + self._pool.watermark
@@ -281,6 +284,16 @@ class PinPressure:
             waiter,
         )
         return self._pool.num_free() > before
+
+    def _pinned_hits(self, turn: Turn, num_computed: int) -> int:
+        """Return the number of blocks that the job's pin holds, if they are the start of the turn's
+        VRAM prefix; otherwise 0. A block's hash covers all tokens before it."""
+        blocks = self._pins.prefix(turn.job.key) if turn.job is not None else ()
+        end = len(blocks) * self._facts.block_size
+        if not 0 < end <= num_computed or self._facts.narrow:
+            return 0
+        last = turn.request.block_hashes[end // self._facts.hash_tokens - 1]
+        return len(blocks) if self._pool.cached(last, CONTEXT) is blocks[-1] else 0
 
     def _held_hits(self, turn: Turn, num_computed: int) -> int:
         """Return the number of referenced blocks in the turn's VRAM prefix. Admitting the turn

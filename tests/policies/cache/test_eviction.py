@@ -274,6 +274,7 @@ def test_contexts_beyond_the_limit_are_forgotten_least_recent_first() -> None:
     pool.waits("second", [B], SOON)
     pool.waits("first", [A], SOON)
     pool.waits("third", [C], SOON)
+    pool.order.added(C)
     assert [pool.order.return_chance(key, 60.0) for key in (A, B, C)] == [1.0, 0.0, 1.0]
 
 

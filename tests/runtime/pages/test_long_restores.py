@@ -21,7 +21,7 @@ PAGES_A_STEP = 4
 @pytest.fixture
 def rig(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Rig:
     """A rig on which the long context is only in CPU memory, while another request is decoding."""
-    monkeypatch.setattr(restores, "SYNC_PAGES", 8)
+    monkeypatch.setattr(restores, "WHOLE_PAGES", 8)
     monkeypatch.setattr(restores, "PAGES_A_STEP", 8)
     monkeypatch.setattr(pieces, "PAGES_A_STEP", PAGES_A_STEP)
     made = make_rig(blocks=100)
