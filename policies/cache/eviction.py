@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, filterfalse, groupby, islice, repeat, takewhile
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, ClassVar
 
 from tiered_kv.keys import PageKey
@@ -31,6 +31,7 @@ NOBODYS, HALF_S = 0.5, 30.0
 """``NOBODYS``: worth of a page that was just used and that no job waits for, as a fraction of the
 mean worth. ``HALF_S``: half-life of that worth, seconds. Most such pages belong to finished jobs,
 but the next job may begin with one of them."""
+_TIME: Callable[[tuple[PageKey, float]], float] = itemgetter(1)
 MOST_BRANCHES = 16
 """Maximum number of branches of a job that are remembered until they are superseded."""
 
@@ -145,29 +146,27 @@ class ByWorth(EvictionOrder):
         yield self._superseded
         yield self._done
         free = chain(reversed(self._unused.items()), self._free.items())
-        next_one = next(free, None)
+        some = [*islice(free, AT_A_TIME)]
         for place in range(self._passed, len(self._ranking)):
             context = self._ranking[place]
             run, before = context.leaf, self._goes_before(context, now)
             left = False
             while run is not None and run.rank == self._rank and run.owner is context:
-                while next_one is not None and next_one[1] <= before:
-                    some = [next_one[0]]
-                    while (next_one := next(free, None)) and next_one[1] <= before:
-                        some.append(next_one[0])
-                        if len(some) == AT_A_TIME:
-                            next_one = next(free, None)
-                            break
-                    yield some
-                for part in self._from_the_end(run):
+                while some and some[0][1] <= before:
+                    if max(map(_TIME, some)) <= before:
+                        part, some = some, [*islice(free, AT_A_TIME)]
+                    else:
+                        until = next(i for i, (_, used_at) in enumerate(some) if used_at > before)
+                        part, some = some[:until], some[until:]
+                    yield [key for key, _ in part]
+                for pages in self._from_the_end(run):
                     left = True
-                    yield part
+                    yield pages
                 run = run.above
             if not left and place == self._passed:
                 self._passed = place + 1
-        if next_one is not None:
-            yield (next_one[0],)
-            yield (key for key, _ in free)
+        yield [key for key, _ in some]
+        yield (key for key, _ in free)
         for run in self._tree.changed:
             yield filterfalse(self._recent.__contains__, self._pages(run))
         yield filter(self._tree.runs.__contains__, self._recent)

@@ -419,6 +419,12 @@ class PageIndex:
         """Return a predicate that is True for superseded pages, which are evicted first."""
         return self._eviction.superseded
 
+    def without_superseded(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
+        """Return the pages in eviction order that are not superseded, in the same order."""
+        if not keys or not self.superseded(keys[0]):  # superseded pages come first
+            return keys
+        return [*filterfalse(self.superseded, keys)]
+
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, in the order in which they are given: the last page is evicted last.
         Skips pages that are missing or being written."""
@@ -568,8 +574,7 @@ class PageIndex:
         while left > 0 and (first := [*islice(order, 256)]):
             cold = self.cold.compressed > 0
             lacking = unsaved([*bundled(first)] if cold else first)
-            if self.superseded(first[0]):  # such pages come first, and no lower tier needs them
-                lacking = [*filterfalse(self.superseded, lacking)]
+            lacking = self.without_superseded(lacking)  # no lower tier needs these
             if not lacking:
                 yield first
                 continue

@@ -255,14 +255,12 @@ class LowerTier:
         if not self.takes:
             return
         self._feed()
-        context, room = self._mine(keys), self._room
+        context = self._mine(keys)
         mine = [*self.pages.index.unwritten(context)]  # a long context is mostly stored
-        runs = runs_of(context) if self._in_runs and mine else {}
-        if not self._backlog and self._order_down(mine, runs, room) < room:
-            return  # all pages were ordered
         excluded = self.pages.demoting.union(self._index.unreadable(mine))
         fresh = [*filterfalse(excluded.__contains__, mine)]
-        left = max(0, self._most_waiting - len(self._backlog))
+        runs = runs_of(context) if self._in_runs and fresh else {}
+        left = max(0, self._most_waiting + self._room - len(self._backlog))
         if self.spec.shared:  # own tiers receive the other pages before eviction
             self.counters.add("pages_not_shared", len(fresh[left:]))
         self._backlog.add(Waiting(fresh[:left], runs))
@@ -290,8 +288,8 @@ class LowerTier:
         room = look.most_demoting - len(self.pages.demoting)
         if room <= 0 or not self.takes:
             return
-        unwritten = self.pages.index.unwritten(index.least_valuable(look.window))
-        victims = self._mine([*filterfalse(index.superseded, unwritten)])
+        unwritten = [*self.pages.index.unwritten(index.least_valuable(look.window))]
+        victims = self._mine(index.without_superseded(unwritten))
         if len(victims) <= room:
             self._looked_at, self._spared = taken, spared
         self._ahead += min(len(victims), room)
@@ -316,16 +314,14 @@ class LowerTier:
 
     def _order_down(
         self, keys: Sequence[PageKey], runs: Mapping[PageKey, PageKey], most: int
-    ) -> int:
-        """Order the demotion of the first of these pages that the tier lacks. Returns how many
-        pages were ordered."""
+    ) -> None:
+        """Order the demotion of the first of these pages that the tier lacks."""
         order = self._book.plan_demote(self.store, keys, NOW, most)
         if order is None:
-            return 0
+            return
         if runs:
             order = replace(order, runs=tuple(map(runs.__getitem__, order.keys)))
         self._demotes.append(order)
-        return len(order.keys)
 
     # -- reports ------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ size is large enough for a disk to reach full speed. Copying the last piece, whi
 any more, takes a few milliseconds."""
 
 
-PAGES_A_STEP = 1024
+PAGES_A_STEP = 512
 """Maximum number of pages that all restores in pieces together order in a step."""
 TOUCHED_A_STEP = 2048
 """Maximum number of pages of a restore that are counted as used in a step."""

@@ -35,8 +35,11 @@ TURNS_SHARE = 2
 saves."""
 AHEAD_SHARE = 4
 """One slot in ``AHEAD_SHARE`` may be reserved for promotions that are not due yet."""
-PAGES_A_STEP = 1024
+PAGES_A_STEP = 512
 """Maximum number of pages whose promotion is ordered in a step, for all turns together."""
+SEARCHED_A_STEP = 1024
+"""Number of pages that were searched for in a step, after which no other turn's pages are searched
+for in this step."""
 TOUCHED_A_STEP = 2048
 """Maximum number of pages that are counted as just used in a step."""
 
@@ -119,6 +122,7 @@ class Promotions:
         self._clock = engine.clock
         self._unclaimed = 0  # pages promoted, being promoted or to be promoted for turns
         self._left = PAGES_A_STEP  # pages whose promotion may still be ordered in this step
+        self._to_search = SEARCHED_A_STEP  # pages that may still be searched for in this step
         # Pages of each turn's prefix to count as just used, and whether also in CPU memory, so that
         # promoted pages do not evict them.
         self._used: dict[Turn, tuple[list[PageKey], bool]] = {}
@@ -127,6 +131,7 @@ class Promotions:
     def begin_step(self) -> None:
         """Start a step."""
         self._left, self._touches_left = PAGES_A_STEP, TOUCHED_A_STEP
+        self._to_search = SEARCHED_A_STEP
         if self._used:
             self._touch_some()
 
@@ -375,6 +380,9 @@ class Promotions:
             if left_s is not None and left_s <= 0:
                 state.behind, state.in_pieces = 0, False
             elif awaited or self._worth_a_look(turn, now, fits=has_room):
+                if self._to_search <= 0:
+                    return has_room
+                self._to_search -= len(turn.page_keys()) - num_computed // self._facts.block_size
                 self._promote(turn, num_computed, fit, fits=has_room)
         if has_room and state.wait_until is None and state.longest_wait_s is not None:
             state.wait_until = now + state.longest_wait_s
