@@ -32,7 +32,7 @@ TOGETHER = 16
 """Interval of the steps in which decoding requests are checked. Blocks filled since the last check
 are saved when the request finishes, and lost when it is preempted. These blocks contain at most 272
 tokens, or are a single longer block."""
-TOUCHED_A_STEP = 4096
+TOUCHED_A_STEP = 2048
 """Maximum number of pages that are counted as just used in a step. Further pages wait for the next
 step."""
 ENDS_TOGETHER = 64
@@ -181,7 +181,7 @@ class Saves:
         self._latest: OrderId | None = None
         self._ends: dict[int, SaveOrder] = {}  # orders for the last pages of ended turns
         # Pages of finished turns that count as just used: now, or once the save has settled.
-        self._used: deque[PageKey] = deque(maxlen=book.index.num_slots)
+        self._used: list[PageKey] = []
         self._used_by: dict[OrderId, deque[PageKey]] = {}
         self._touches_left = TOUCHED_A_STEP
 
@@ -296,7 +296,7 @@ class Saves:
             save: order after which all pages are in CPU memory; None if they already are.
         """
         if save is not None and self._book.under_way(save):
-            used = self._used_by.setdefault(save, deque(maxlen=self._used.maxlen))
+            used = self._used_by.setdefault(save, deque(maxlen=self._book.index.num_slots))
             used.extend(reversed(context))
         else:
             self._touch(reversed(context))
@@ -304,10 +304,13 @@ class Saves:
     def _touch(self, pages: Iterable[PageKey] = ()) -> None:
         """Count the given pages and earlier waiting pages as just used, up to the limit per
         step."""
-        self._used.extend(pages)
-        few = min(len(self._used), self._touches_left)
-        self._touches_left -= few
-        self._book.index.touch([self._used.popleft() for _ in range(few)])
+        used, index = self._used, self._book.index
+        used += pages
+        del used[: max(0, len(used) - index.num_slots)]
+        few = used[: self._touches_left]
+        del used[: len(few)]
+        self._touches_left -= len(few)
+        index.touch(few)
 
     def _context(self, turn: Turn) -> list[PageKey]:
         """Return the turn's pages that have been checked for saving so far, in the order of the
