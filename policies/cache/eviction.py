@@ -31,7 +31,7 @@ NOBODYS, HALF_S = 0.5, 30.0
 """``NOBODYS``: worth of a page that was just used and that no job waits for, as a fraction of the
 mean worth. ``HALF_S``: half-life of that worth, seconds. Most such pages belong to finished jobs,
 but the next job may begin with one of them."""
-_TIME: Callable[[tuple[PageKey, float]], float] = itemgetter(1)
+_USED_AT: Callable[[tuple[PageKey, float]], float] = itemgetter(1)
 MOST_BRANCHES = 16
 """Maximum number of branches of a job that are remembered until they are superseded."""
 
@@ -153,7 +153,7 @@ class ByWorth(EvictionOrder):
             left = False
             while run is not None and run.rank == self._rank and run.owner is context:
                 while some and some[0][1] <= before:
-                    if max(map(_TIME, some)) <= before:
+                    if max(map(_USED_AT, some)) <= before:
                         part, some = some, [*islice(free, AT_A_TIME)]
                     else:
                         until = next(i for i, (_, used_at) in enumerate(some) if used_at > before)

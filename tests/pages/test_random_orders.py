@@ -135,8 +135,8 @@ class EvictsBundlesThatAreRead(ColdPages):
         bundle = self._of[key]
         return bundle if bundle.state is PageState.COMPRESSED else None
 
-    def release(self, place: int) -> list[int]:
-        return super().release(place) if cold_place(place) in self._bundles else []
+    def release(self, place: int, copies: int = 1) -> list[int]:
+        return super().release(place, copies) if cold_place(place) in self._bundles else []
 
 
 class EvictsBundlesBeforeTheyArePacked(ColdPages):

@@ -35,9 +35,9 @@ MOST_BOUNDARIES = 64
 recurrent states. These are the last boundaries, because the stored context is assumed to end
 there."""
 LOOK_UP_AGAIN = 1024
-"""Length of a VRAM prefix in which the engine finds all blocks in about the time that it needs to
-prefill one token. While a turn waits for a reply, the engine finds the prefix once more, so a query
-has to be able to save more tokens than that."""
+"""Number of tokens whose blocks the engine finds in VRAM in about the time in which it prefills one
+token. When a turn waits for a reply, the engine searches VRAM for its prefix again, so a query has
+to be able to save more than the time of that search."""
 LOOKUP_S = 0.05
 """Maximum wait of a turn for a store's reply, seconds. It is shorter if prefilling takes less
 time."""

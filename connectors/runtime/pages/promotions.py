@@ -38,8 +38,8 @@ AHEAD_SHARE = 4
 PAGES_A_STEP = 512
 """Maximum number of pages whose promotion is ordered in a step, for all turns together."""
 SEARCHED_A_STEP = 1024
-"""Number of pages that were searched for in a step, after which no other turn's pages are searched
-for in this step."""
+"""Number of pages searched for in a step, after which further turns wait for the next step, unless
+their pages were searched for before."""
 TOUCHED_A_STEP = 2048
 """Maximum number of pages that are counted as just used in a step."""
 
@@ -122,7 +122,7 @@ class Promotions:
         self._clock = engine.clock
         self._unclaimed = 0  # pages promoted, being promoted or to be promoted for turns
         self._left = PAGES_A_STEP  # pages whose promotion may still be ordered in this step
-        self._to_search = SEARCHED_A_STEP  # pages that may still be searched for in this step
+        self._searched = 0  # pages searched for in this step
         # Pages of each turn's prefix to count as just used, and whether also in CPU memory, so that
         # promoted pages do not evict them.
         self._used: dict[Turn, tuple[list[PageKey], bool]] = {}
@@ -131,7 +131,7 @@ class Promotions:
     def begin_step(self) -> None:
         """Start a step."""
         self._left, self._touches_left = PAGES_A_STEP, TOUCHED_A_STEP
-        self._to_search = SEARCHED_A_STEP
+        self._searched = 0
         if self._used:
             self._touch_some()
 
@@ -340,7 +340,11 @@ class Promotions:
     ) -> bool:
         """Promote pages for a turn that the engine considers for admission. Returns True if the
         turn waits, and the engine must ask again later. Takes the arguments of ``bring_up``."""
-        waits, state = self.bring_up(turn, num_computed, fit, fits), turn.tiers
+        state, may_search = turn.tiers, self._searched < SEARCHED_A_STEP
+        if self._tiers and state.looked_at is None and not may_search:
+            waits = fits()
+        else:
+            waits = self.bring_up(turn, num_computed, fit, fits)
         if waits and state.waits_since is None:
             state.waits_since = self._clock()
         elif not waits:
@@ -380,9 +384,7 @@ class Promotions:
             if left_s is not None and left_s <= 0:
                 state.behind, state.in_pieces = 0, False
             elif awaited or self._worth_a_look(turn, now, fits=has_room):
-                if self._to_search <= 0:
-                    return has_room
-                self._to_search -= len(turn.page_keys()) - num_computed // self._facts.block_size
+                self._searched += len(turn.page_keys()) - num_computed // self._facts.block_size
                 self._promote(turn, num_computed, fit, fits=has_room)
         if has_room and state.wait_until is None and state.longest_wait_s is not None:
             state.wait_until = now + state.longest_wait_s
