@@ -27,12 +27,14 @@ import numpy as np
 from tests.conftest import BATCH
 from tiered_kv.connectors.runtime import hint_actions, kv_events
 from tiered_kv.connectors.runtime.between_turns import turn_ends
-from tiered_kv.connectors.runtime.pages import pieces, promotions, restores, saves
+from tiered_kv.connectors.runtime.pages import lookups, pieces, promotions, restores, saves
+from tiered_kv.connectors.runtime.pins import pin_table
 from tiered_kv.orders import RestoreMode
 from tiered_kv.pages import order_book
 from tiered_kv.policies import registry
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.cache import eviction
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.policies.jobs.kv_hints import Intent, KvHint, Target
@@ -82,11 +84,16 @@ def work_in_pieces(seed: int) -> Iterator[None]:
     """Limit a scheduler step to a few pages if the seed is odd."""
     with ExitStack() as patches:
         for module, limit, pages in (
-            (restores, "SYNC_PAGES", 3),
+            (restores, "WHOLE_PAGES", 3),
             (restores, "PAGES_A_STEP", 4),
             (pieces, "PAGES_A_STEP", 2),
             (pieces, "TOUCHED_A_STEP", 3),
             (promotions, "PAGES_A_STEP", 3),
+            (promotions, "SEARCHED_A_STEP", 3),
+            (promotions, "TOUCHED_A_STEP", 2),
+            (lookups, "LATER_LOOKUP", 3),
+            (pin_table, "RELEASED_AT_ONCE", 2),
+            (eviction, "AT_A_TIME", 1),
             (turn_ends, "PAGES_A_STEP", 3),
             (hint_actions, "PAGES_A_STEP", 2),
             (kv_events, "PAGES_A_STEP", 5),
