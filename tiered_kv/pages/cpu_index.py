@@ -407,23 +407,21 @@ class PageIndex:
 
     def least_valuable(self, among: int) -> Iterator[PageKey]:
         """Yield the first ``among`` pages in eviction order, except resident pages being read."""
-        first = [*islice(self._in_order(), among)]
-        slots = [*map(self._resident.get, first)]
+        order = islice(self._in_order(), among)
+        parts = iter(lambda: [*islice(order, 256)], [])
+        return chain.from_iterable(map(self._without_readers, parts))
+
+    def _without_readers(self, keys: Sequence[PageKey]) -> Iterator[PageKey]:
+        slots = [*map(self._resident.get, keys)]
         if None in slots:
-            reads, pairs = self._reads, zip(first, slots, strict=True)
+            reads, pairs = self._reads, zip(keys, slots, strict=True)
             return (key for key, slot in pairs if slot is None or not reads[slot])
-        return compress(first, (self._readers[np.asarray(slots, np.intp)] == 0).tolist())
+        return compress(keys, (self._readers[np.asarray(slots, np.intp)] == 0).tolist())
 
     @property
     def superseded(self) -> Callable[[PageKey], bool]:
         """Return a predicate that is True for superseded pages, which are evicted first."""
         return self._eviction.superseded
-
-    def without_superseded(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
-        """Return the pages in eviction order that are not superseded, in the same order."""
-        if not keys or not self.superseded(keys[0]):  # superseded pages come first
-            return keys
-        return [*filterfalse(self.superseded, keys)]
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, in the order in which they are given: the last page is evicted last.
@@ -574,7 +572,8 @@ class PageIndex:
         while left > 0 and (first := [*islice(order, 256)]):
             cold = self.cold.compressed > 0
             lacking = unsaved([*bundled(first)] if cold else first)
-            lacking = self.without_superseded(lacking)  # no lower tier needs these
+            if self.superseded(first[0]):  # such pages come first, and no lower tier needs them
+                lacking = [*filterfalse(self.superseded, lacking)]
             if not lacking:
                 yield first
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
-from itertools import filterfalse
+from itertools import filterfalse, islice
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.turn import Turn
@@ -288,8 +288,11 @@ class LowerTier:
         room = look.most_demoting - len(self.pages.demoting)
         if room <= 0 or not self.takes:
             return
-        unwritten = [*self.pages.index.unwritten(index.least_valuable(look.window))]
-        victims = self._mine(index.without_superseded(unwritten))
+        unwritten = self.pages.index.unwritten(index.least_valuable(look.window))
+        wanted: Iterable[PageKey] = filterfalse(index.superseded, unwritten)
+        if len(self._facts.groups) > 1:
+            wanted = self._mine([*wanted])
+        victims = [*islice(wanted, room + 1)]
         if len(victims) <= room:
             self._looked_at, self._spared = taken, spared
         self._ahead += min(len(victims), room)

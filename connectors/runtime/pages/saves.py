@@ -174,6 +174,10 @@ class Saves:
         self._counters = engine.counters
         self._pool = engine.pool
         self._stride = SaveStride.of(engine.facts.block_size)
+        ranks, slot_bytes = engine.facts.ranks, engine.facts.slot_bytes
+        sizes = [group.page_bytes for group in engine.facts.groups]
+        # Used and unused bytes of a slot, by group, over all ranks.
+        self._bytes = [(ranks * size, ranks * (slot_bytes - size)) for size in sizes]
         self._calendar: defaultdict[int, dict[Turn, None]] = defaultdict(dict)
         self.unsent = Outbox[SaveOrder]()
         self.over = 0
@@ -438,11 +442,10 @@ class Saves:
             return
         good = len(done.keys) - failed
         self._counters.add("pages_saved", good)
-        page_bytes = self._facts.groups[done.order.group].page_bytes
-        unused = self._facts.slot_bytes - page_bytes
-        self._counters.add("bytes_saved", good * page_bytes * self._facts.ranks)
+        own, unused = self._bytes[done.order.group]
+        self._counters.add("bytes_saved", good * own)
         self._counters.add("save_seconds", done.seconds)
-        self._counters.add("slot_bytes_unused", good * unused * self._facts.ranks)
+        self._counters.add("slot_bytes_unused", good * unused)
         self._give_up(done.order.blocks)
 
     def free_some(self) -> bool:
