@@ -10,6 +10,7 @@ per page.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, KeysView, Sequence, ValuesView
 from dataclasses import dataclass
 
@@ -146,6 +147,13 @@ class ColdPages:
         if place is not None:
             self._of[key].readers += 1
         return place
+
+    def acquire_all(self, keys: Sequence[PageKey]) -> list[int]:
+        """Call ``acquire`` for each of these compressed pages, and return the places."""
+        bundles = [*map(self._of.__getitem__, keys)]
+        for bundle, copies in Counter(bundles).items():
+            bundle.readers += copies
+        return [cold_place(bundle.slots[0]) for bundle in bundles]
 
     def release(self, place: int, copies: int = 1) -> list[int]:
         """Finish copies from a bundle. Returns the slots that have become free.

@@ -354,10 +354,9 @@ class PageIndex:
             for unreadable in self.unreadable(keys):
                 self.acquire(unreadable)  # raises
             self._count_readers([slot for slot in places if slot is not None], 1)
-            return [
-                self.acquire(key) if slot is None else slot
-                for key, slot in zip(keys, places, strict=True)
-            ]
+            pairs = zip(keys, places, strict=True)
+            cold = iter(self.cold.acquire_all([key for key, slot in pairs if slot is None]))
+            return [next(cold) if slot is None else slot for slot in places]
         slots = cast("list[int]", places)
         self._count_readers(slots, 1)
         return slots
