@@ -103,9 +103,10 @@ class ColdPages:
 
     def with_mates(self, keys: Iterable[PageKey]) -> dict[PageKey, None]:
         """Return the pages, and all pages of their bundles, which are evicted together."""
-        found, of = dict.fromkeys(keys), self._of
-        for bundle in {id(one): one for key in found if (one := of.get(key))}.values():
-            found |= bundle.keys
+        found = dict.fromkeys(keys)
+        for bundle in set(map(self._of.get, found)):
+            if bundle is not None:
+                found |= bundle.keys
         return found
 
     def begin(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:

@@ -39,6 +39,9 @@ any more, takes a few milliseconds."""
 
 PAGES_A_STEP = 512
 """Maximum number of pages that all restores in pieces together order in a step."""
+PIECES_A_STEP = 4
+"""Maximum number of pieces whose promotion is ordered in a step. Pages are evicted for each piece,
+and a disk takes longer than a step to read four large ones."""
 TOUCHED_A_STEP = 2048
 """Maximum number of pages of a restore that are counted as used in a step."""
 _ID = attrgetter("block_id")
@@ -188,6 +191,7 @@ class RestorePieces:
         # A single group without windows has whole blocks in the order of the context.
         self._hashes = engine.facts.recovers_by_block
         self._left = PAGES_A_STEP  # pages that may still be ordered in this step
+        self._pieces_left = PIECES_A_STEP  # pieces that may still be promoted in this step
         self._under_way: dict[str, _Restore] = {}
         self._copying: dict[OrderId, int] = {}  # slots that each copy to VRAM releases
         self._slots = 0  # slots in use, including slots being copied
@@ -197,7 +201,7 @@ class RestorePieces:
 
     def begin_step(self) -> None:
         """Start a step."""
-        self._left = PAGES_A_STEP
+        self._left, self._pieces_left = PAGES_A_STEP, PIECES_A_STEP
 
     def begin(
         self, turn: Turn, runs: Sequence[PlacedRun], tokens: int, until: float | None
@@ -347,7 +351,7 @@ class RestorePieces:
             if self._copy_readable(restore):
                 continue
             room = self._room() - self._slots
-            if room <= 0 or not self._order_piece(restore, room):
+            if room <= 0 or not self._pieces_left or not self._order_piece(restore, room):
                 return
 
     def _room(self) -> int:
@@ -355,17 +359,22 @@ class RestorePieces:
         return max(1, self._index.num_slots // PIECES_SHARE)
 
     def _order_piece(self, restore: _Restore, room: int) -> bool:
-        """Promote the next piece, of at most ``room`` pages. Returns False if there are no slots,
-        or no tier has the pages."""
+        """Order the next piece. Returns False if there are no slots, or no tier has the pages.
+
+        Args:
+            room: maximum number of its pages that are promoted.
+        """
         turn, rest, index = restore.turn, restore.rest, self._index
         whole = min(PIECE_BYTES // self._book.page_bytes[rest.group], self._room() // 2)
-        pages = rest.first(min(room, max(1, whole), self._left))
+        pages = rest.first(min(max(1, whole), self._left))
         first = pages[0].key
-        found = self._tiers.by_tier(index.missing({page.key: page for page in pages}))
+        missing = index.missing({page.key: page for page in pages})
+        found = self._tiers.by_tier(islice(missing, room))
         ordered = set[PageKey]()
         for store, keys in found.items():
             if (order := self._tiers[store].promote(keys, NOW, turn)) is not None:
                 ordered.update(order.keys)
+        self._pieces_left -= bool(ordered)
         pages = list(takewhile(lambda page: index.state(page.key) is not PageState.MISSING, pages))
         if not pages:
             if not any(first in keys for keys in found.values()):
@@ -374,13 +383,13 @@ class RestorePieces:
             return False
         rest.drop(len(pages))
         self._left -= len(pages)
-        coming, missing = self._book.promoting, {*index.unreadable([page.key for page in pages])}
-        awaited = [page for page in pages if page.key in missing]
+        coming, absent = self._book.promoting, {*index.unreadable([page.key for page in pages])}
+        awaited = [page for page in pages if page.key in absent]
         if awaited:
             orders = {coming[page.key] for page in awaited if page.key in coming}
             own = ordered.intersection(page.key for page in awaited)
             restore.coming.append(_Piece(awaited, orders, own))
             self._slots += len(own)
-        if here := [page for page in pages if page.key not in missing]:
+        if here := [page for page in pages if page.key not in absent]:
             self._copy(restore, here, set())
         return True
