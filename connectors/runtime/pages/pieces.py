@@ -42,7 +42,7 @@ PAGES_A_STEP = 512
 PIECES_A_STEP = 4
 """Maximum number of pieces whose promotion is ordered in a step. Pages are evicted for each piece,
 and a disk takes longer than a step to read four large ones."""
-TOUCHED_A_STEP = 2048
+TOUCHED_A_STEP = 1024
 """Maximum number of pages of a restore that are counted as used in a step."""
 _ID = attrgetter("block_id")
 

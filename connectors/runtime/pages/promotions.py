@@ -40,7 +40,7 @@ PAGES_A_STEP = 512
 SEARCHED_A_STEP = 1024
 """Number of pages searched for in a step, after which further turns wait for the next step, unless
 their pages were searched for before."""
-TOUCHED_A_STEP = 2048
+TOUCHED_A_STEP = 1024
 """Maximum number of pages that are counted as just used in a step."""
 
 

@@ -24,9 +24,9 @@ from tiered_kv.policies.pins.release_order import (
 from tiered_kv.trace.turn_record import PinEnd
 
 _ID = attrgetter("block_id")
-RELEASED_AT_ONCE = 4096
-"""Maximum number of blocks of an expired pin that are released in one step. The engine takes a
-millisecond or two for them."""
+RELEASED_AT_ONCE = 2048
+"""Maximum number of blocks of an expired pin that are released in one step. Releasing them takes
+about a millisecond."""
 
 
 class Lease(NamedTuple):
