@@ -212,8 +212,8 @@ class TiersState:
             store from which it comes.
         coming: the pages among ``keys`` that have not arrived.
         held: slots of the pages that have arrived.
-        waits_since: start of the current wait for pages, slots or replies, seconds; None while the
-            turn does not wait.
+        waits_since: start of the current wait for a search, pages, slots or replies, seconds; None
+            while the turn does not wait.
         waited_s: total duration of the turn's earlier waits, seconds.
     """
 

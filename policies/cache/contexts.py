@@ -267,7 +267,8 @@ def _common(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
         part, other_part = one[at : min(at + 256, most)], other[at : min(at + 256, most)]
         if part != other_part:
             pairs = enumerate(zip(part, other_part, strict=True))
-            return at + next(i for i, (a, b) in pairs if a != b)
+            if (same := next((i for i, (a, b) in pairs if a != b), None)) is not None:
+                return at + same
     return most
 
 

@@ -56,10 +56,9 @@ class ByWorth(EvictionOrder):
     Args:
         clock: monotonic seconds.
         most_pages: maximum number of pages in all contexts, and also in all branches that jobs
-            left. If contexts have more pages, the job that has been idle for longest is forgotten
-            when further pages are added: one job at a time, because a context may be long. If
-            branches have more pages, the branches of the job that left its branches first are
-            forgotten.
+            left. If contexts have more pages, the job that has been idle for longest is forgotten,
+            at the latest when the next context is added. If branches have more pages, the branches
+            of the job that left its branches first are forgotten.
     """
 
     rank_every_s: ClassVar[float] = RANK_EVERY_S
@@ -102,9 +101,7 @@ class ByWorth(EvictionOrder):
                     run.end = len(run.keys)
         self.touched_all(keys)
         if len(runs) > self.most_pages and len(self._contexts) > 1:
-            _, oldest = self._contexts.popitem(last=False)
-            self._remember(oldest, [])
-            self._long_unused(self._tree.remove(oldest), oldest.since)
+            self._forget_oldest()
 
     def removed(self, key: PageKey) -> None:
         self.removed_all((key,))
@@ -225,8 +222,17 @@ class ByWorth(EvictionOrder):
         self._value(context, self.clock())
         self._long_unused(gone, before)
         self._leave(context, gone)
+        # The rest is left to ``added_all``, so that no call handles two long contexts.
+        while len(self._tree.runs) > self.most_pages + len(keys) and len(self._contexts) > 1:
+            self._forget_oldest()
         while self._left_pages > self.most_pages:
             self._remember(next(iter(self._left)), [])
+
+    def _forget_oldest(self) -> None:
+        """Forget the job that has been idle for longest."""
+        _, oldest = self._contexts.popitem(last=False)
+        self._remember(oldest, [])
+        self._long_unused(self._tree.remove(oldest), oldest.since)
 
     def on_extended(self, job: Hashable, since: float) -> Sequence[PageKey]:
         context = self._contexts.get(job)

@@ -126,10 +126,7 @@ class Lookups:
         orders, waits = set[OrderId](), 0.0
         if beginning:
             orders, waits = self._put(self._beginning(turn, vram, somewhere), fit)
-            if orders:
-                state.lookups += 1
-            elif state.lookups:
-                state.lookups = LOOKUPS  # no page is left to query, so later calls are cheap
+            state.lookups += bool(orders)
         if ends and not orders:
             orders, waits = self._put(self._ends(turn, vram, somewhere), fit)
             state.ends_asked = bool(orders)

@@ -38,10 +38,10 @@ AHEAD_SHARE = 4
 PAGES_A_STEP = 512
 """Maximum number of pages whose promotion is ordered in a step, for all turns together."""
 SEARCHED_A_STEP = 1024
-"""Number of pages searched for in a step, after which further turns wait for the next step, unless
-their pages were searched for before."""
+"""Number of pages searched for in a step, after which further turns wait for their first search
+until the next step."""
 TOUCHED_A_STEP = 1024
-"""Maximum number of pages that are counted as just used in a step."""
+"""Maximum number of pages that are marked as used in the lower tiers in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,7 @@ class Promotions:
         self._unclaimed = 0  # pages promoted, being promoted or to be promoted for turns
         self._left = PAGES_A_STEP  # pages whose promotion may still be ordered in this step
         self._searched = 0  # pages searched for in this step
-        # Pages of each turn's prefix to count as just used, and whether also in CPU memory, so that
-        # promoted pages do not evict them.
-        self._used: dict[Turn, tuple[list[PageKey], bool]] = {}
+        self._used: list[PageKey] = []  # not yet marked as used in the lower tiers
         self._touches_left = TOUCHED_A_STEP
 
     def begin_step(self) -> None:
@@ -146,10 +144,13 @@ class Promotions:
         state, now = turn.tiers, self._clock()
         state.behind, state.in_pieces = 0, False
         in_vram = partial(self.in_vram, turn, turn.request.num_tokens - 1, num_computed)
+        pages = len(turn.page_keys()) - num_computed // self._facts.block_size
         if self._lookups.ask(turn, in_vram, fit):
+            self._searched += pages
             return
         if not any(len(tier.pages.index) for tier in self._tiers.values()):
             return
+        self._searched += pages
         first = state.looked_at is None
         state.looked_at, state.room_seen = now, fits
         wanted, behind, tokens = self._find(turn, in_vram(), first=first)
@@ -256,23 +257,22 @@ class Promotions:
         """Return the pages to promote for the turn, in order; the number of prompt tokens before
         them; and the number of tokens that these pages make usable.
 
-        Pages in VRAM or CPU memory are skipped. All pages of the prefix count as used, over several
-        steps if there are many.
+        Pages in VRAM or CPU memory are skipped. All pages of the prefix count as used.
 
         Args:
             start: number of prompt tokens in VRAM.
-            first: True if no pages of the turn have been searched before.
+            first: True if no pages of the turn have been searched for before.
         """
         index, limit, somewhere = self._index, turn.request.num_tokens - 1, self._tiers.somewhere()
         found = self._finder.find(turn, start, limit, somewhere, somewhere.run)
         used = list(turn.page_keys()[: start // self._facts.block_size])
         used += found.keys if found is not None else ()
         wanted = index.unreadable(found.keys) if found is not None else []
-        if (first or wanted) and turn not in self._used:
-            self._used[turn] = used, bool(wanted)
-            self._touch_some()
+        if first:
+            self._touch_some(used)
         if found is None or not wanted:
             return [], 0, 0
+        index.touch(reversed(used))  # so that promoted pages do not evict them
         here = self._finder.find(turn, start, limit, index.readable, index.readable_prefix)
         behind = here.tokens if here is not None else start
         return wanted, behind, found.tokens - behind
@@ -312,20 +312,17 @@ class Promotions:
             for block in group.needs(tokens)
         )
 
-    def _touch_some(self) -> None:
-        """Count pages of prefixes that turns use as just used, up to the limit per step. The end of
-        a prefix comes first, so that it is evicted first."""
-        for turn, (used, here) in [*self._used.items()]:
-            part = used[-self._touches_left :] if self._touches_left else []
-            del used[len(used) - len(part) :]
-            self._touches_left -= len(part)
-            for tier in self._tiers.values():
-                tier.pages.index.touch(part)
-            if here:
-                self._index.touch(reversed(part))
-            if used:
-                return
-            del self._used[turn]
+    def _touch_some(self, pages: Sequence[PageKey] = ()) -> None:
+        """Mark earlier waiting pages and the given pages as used in the lower tiers, up to the
+        limit per step. If too many wait, the oldest are dropped."""
+        waiting = self._used
+        waiting += pages
+        del waiting[: max(0, len(waiting) - self._index.num_slots)]
+        some = waiting[: self._touches_left]
+        del waiting[: len(some)]
+        self._touches_left -= len(some)
+        for tier in self._tiers.values():
+            tier.pages.index.touch(some)
 
     def waits_for_answer(self, turn: Turn) -> bool:
         """True if a turn is waiting for a store's reply that is outstanding and not late. Called in
@@ -339,7 +336,8 @@ class Promotions:
         self, turn: Turn, num_computed: int, fit: PrefillFit, fits: Callable[[], bool]
     ) -> bool:
         """Promote pages for a turn that the engine considers for admission. Returns True if the
-        turn waits, and the engine must ask again later. Takes the arguments of ``bring_up``."""
+        turn waits, perhaps for a step in which its pages may be searched for, and the engine must
+        ask again later. Takes the arguments of ``bring_up``."""
         state, may_search = turn.tiers, self._searched < SEARCHED_A_STEP
         if self._tiers and state.looked_at is None and not may_search:
             waits = fits()
@@ -384,7 +382,6 @@ class Promotions:
             if left_s is not None and left_s <= 0:
                 state.behind, state.in_pieces = 0, False
             elif awaited or self._worth_a_look(turn, now, fits=has_room):
-                self._searched += len(turn.page_keys()) - num_computed // self._facts.block_size
                 self._promote(turn, num_computed, fit, fits=has_room)
         if has_room and state.wait_until is None and state.longest_wait_s is not None:
             state.wait_until = now + state.longest_wait_s

@@ -243,7 +243,7 @@ class PinTable:
 
     def expire(self, now: float) -> int:
         """Release every pin whose deadline and lease have passed. A large pin is released over
-        several calls, the end of the context first. Returns the number of deadlines that have
+        several calls, the end of the context first. Returns the number of pins whose deadline has
         passed."""
         if now < self._next_deadline:
             return 0
@@ -257,7 +257,8 @@ class PinTable:
                 continue
             self._give_back(pin.blocks[-RELEASED_AT_ONCE:])
             del pin.blocks[-RELEASED_AT_ONCE:]
-            pin.view = replace(pin.view, blocks=len(pin.blocks))
+            worthless = PinValue(PinState.WORTHLESS)  # until the job's next turn arrives
+            pin.view = replace(pin.view, value=worthless, blocks=len(pin.blocks))
         self._next_deadline = min(
             (pin.deadline for pin in self._pins.values()), default=float("inf")
         )

@@ -188,7 +188,7 @@ class PinPressure:
         sure = not self._late(step) or self._pool.num_free() >= wanted
         asked_before = sure and turn.pressure.asked_at == step - 1
         turn.pressure.asked_at = step if sure else None
-        enough = partial(self.fits, turn, num_computed, step)
+        enough = partial(self.fits, turn, num_computed, step, exact=asked_before)
         if not len(self._pins) or (not asked_before and enough()):
             return
         spare = turn.job.key if turn.job else None
@@ -210,8 +210,13 @@ class PinPressure:
         if needs_one_more(mode, refused=asked_before, released=released, stuck=stuck):
             self._release_one(spare, waiter)
 
-    def fits(self, turn: Turn, num_computed: int, step: int) -> bool:
-        """True if enough blocks are free to admit a waiting turn."""
+    def fits(self, turn: Turn, num_computed: int, step: int, *, exact: bool = False) -> bool:
+        """True if enough blocks are free to admit a waiting turn.
+
+        Args:
+            exact: False to assume that the engine finds the very blocks that the job's pin holds,
+                and not copies of some of them.
+        """
         lacks = self._wanted(turn, num_computed) - self._free(step)
         if lacks <= 0:
             return True
@@ -219,8 +224,9 @@ class PinPressure:
         # Blocks are checked one by one only if that can change the result: this runs in every step.
         if lacks > found:
             return False
-        pinned = self._pinned_hits(turn, num_computed)
-        return lacks <= pinned or lacks <= self._held_hits(turn, num_computed)
+        if not exact and lacks <= self._pinned_hits(turn, num_computed):
+            return True
+        return lacks <= self._held_hits(turn, num_computed)
 
     def _wanted(self, turn: Turn, num_computed: int) -> int:
         return self._blocks(turn, num_computed) + self._pool.watermark
@@ -286,8 +292,8 @@ class PinPressure:
         return self._pool.num_free() > before
 
     def _pinned_hits(self, turn: Turn, num_computed: int) -> int:
-        """Return the number of blocks that the job's pin holds, if they are the start of the turn's
-        VRAM prefix; otherwise 0. A block's hash covers all tokens before it."""
+        """Return the number of blocks that the job's pin holds, if the last of them is in the
+        turn's VRAM prefix, which then begins with the same tokens; otherwise 0."""
         blocks = self._pins.prefix(turn.job.key) if turn.job is not None else ()
         end = len(blocks) * self._facts.block_size
         if not 0 < end <= num_computed or self._facts.narrow:

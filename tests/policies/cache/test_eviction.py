@@ -278,6 +278,15 @@ def test_contexts_beyond_the_limit_are_forgotten_least_recent_first() -> None:
     assert [pool.order.return_chance(key, 60.0) for key in (A, B, C)] == [1.0, 0.0, 1.0]
 
 
+def test_contexts_are_forgotten_although_no_page_is_added() -> None:
+    """While copies hang, turns still end, but no page becomes readable."""
+    pool = Pool(most_pages=4)
+    for number in range(20):
+        pool.waits(f"{number}", [PageKey(b"%02d" % number), PageKey(b"%02d end" % number)], SOON)
+    known = [number for number in range(20) if pool.order.context(f"{number}")]
+    assert known == [17, 18, 19], "the limit, and the last context"
+
+
 def test_evicting_one_page_takes_no_longer_in_a_large_pool() -> None:
     """The test compares a thousand waiting jobs with ten. Each job has 300 pages, of which the pool
     holds two."""

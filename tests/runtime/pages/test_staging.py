@@ -14,6 +14,7 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import store, tiers
 from tests.runtime.stories.test_tiers import CONTEXT, push_out
+from tiered_kv.connectors.runtime.pages import promotions
 from tiered_kv.keys import PageKey
 from tiered_kv.policies.base import Decision, Tier
 from tiered_kv.policies.distribution import GRID, Forecast
@@ -79,6 +80,32 @@ def test_a_turn_waits_for_the_slots_of_another_rather_than_compute(
     assert promoted["bytes_promoted_used"] == promoted["bytes_promoted"] > 0
     assert promoted["promotion_seconds"] > 0
     rig.check_clean()
+
+
+def test_turns_wait_a_step_for_their_search_if_many_pages_were_searched_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotions, "SEARCHED_A_STEP", 1)
+    for name, context in (("a", CONTEXT), ("b", OTHER)):
+        rig.add(name, context)
+    rig.step()
+    looked_at = [rig.turn(name).tiers.looked_at for name in "ab"]
+    assert looked_at[0] is not None
+    assert looked_at[1] is None
+    assert rig.turn("b").tiers.waits_since is not None
+    assert from_ssd(rig, "b", OTHER) > 319, "both contexts came from SSD, at least in part"
+    rig.check_clean()
+
+
+def test_turns_do_not_wait_for_a_search_of_empty_tiers(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(promotions, "SEARCHED_A_STEP", 1)
+    rig = make_rig(extra=tiers(tmp_path), blocks=100, max_batched_tokens=1024)
+    for name, context in (("a", CONTEXT), ("b", OTHER)):
+        rig.add(name, context)
+    rig.step()
+    assert len(rig.scheduler.running) == 2
 
 
 def test_turns_compute_pages_that_take_longer_than_computing(

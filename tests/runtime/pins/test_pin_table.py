@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import secrets
 
+import pytest
+
+from tiered_kv.connectors.runtime.pins import pin_table
 from tiered_kv.connectors.runtime.pins.pin_table import Lease, PinTable
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.release_order import PinState, PinValue
@@ -110,6 +113,37 @@ def test_a_lease_adds_the_blocks_that_a_pin_lacks_within_the_budget() -> None:
     assert engine.free == 16
     assert engine.pins.make_room(lambda: engine.free == 20) == 1
     assert not engine.pins.held_blocks
+
+
+def test_a_large_expired_pin_is_released_in_parts_and_before_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pin_table, "RELEASED_AT_ONCE", 2)
+    engine = Engine()
+    engine.turn(A, 8, deadline=2.0, saves_s=8.0, earns=2.0)
+    engine.turn(B, 4, deadline=9.0, saves_s=1.0, earns=2.0)
+    engine.pins.expire(2.0)
+    assert engine.pins.look(A) == (6, 2.0)
+    free = engine.free
+    engine.pins.make_room(lambda: engine.free >= free + 1)
+    assert [job in engine.pins for job in (A, B)] == [False, True]
+    engine.turn(A, 5, deadline=3.0)
+    for now in (3.0, 3.0, 3.0):
+        engine.pins.expire(now)
+    assert A not in engine.pins
+    assert engine.free == 16
+
+
+def test_a_turn_that_returns_keeps_the_rest_of_its_expired_pin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pin_table, "RELEASED_AT_ONCE", 2)
+    engine = Engine()
+    engine.turn(A, 6)
+    engine.pins.expire(2.0)
+    engine.pins.on_arrived(A)
+    engine.pins.expire(3.0)
+    assert engine.pins.look(A) == (4, math.inf)
 
 
 # -- giving way -------------------------------------------------------------------------
