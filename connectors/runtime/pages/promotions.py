@@ -272,7 +272,8 @@ class Promotions:
             self._touch_some(used)
         if found is None or not wanted:
             return [], 0, 0
-        index.touch(reversed(used))  # so that promoted pages do not evict them
+        if not turn.tiers.keys:
+            index.touch(reversed(used))  # so that promoted pages do not evict them
         here = self._finder.find(turn, start, limit, index.readable, index.readable_prefix)
         behind = here.tokens if here is not None else start
         return wanted, behind, found.tokens - behind
