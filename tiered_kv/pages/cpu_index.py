@@ -571,7 +571,8 @@ class PageIndex:
         while left > 0 and (first := [*islice(order, 256)]):
             cold = self.cold.compressed > 0
             lacking = unsaved([*bundled(first)] if cold else first)
-            if cold or self.superseded(first[0]):  # they come first, and no lower tier needs them
+            # Superseded pages come first, and no lower tier needs them.
+            if cold or self.superseded(first[0]):
                 lacking = [*filterfalse(self.superseded, lacking)]
             if not lacking:
                 yield first
