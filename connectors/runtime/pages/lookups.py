@@ -34,7 +34,7 @@ MOST_BOUNDARIES = 64
 """Maximum number of boundaries of a prompt at which a store is queried for window pages and
 recurrent states. These are the last boundaries, because the stored context is assumed to end
 there."""
-LOOK_UP_AGAIN = 1024
+FOUND_PER_PREFILLED = 1024
 """Number of tokens whose blocks the engine finds in VRAM in about the time in which it prefills one
 token. When a turn waits for a reply, the engine searches VRAM for its prefix again, so a query has
 to be able to save more than the time of that search."""
@@ -164,8 +164,8 @@ class Lookups:
             size = group.block_size
             stop, end = min(len(keys), limit // size + 1), vram // size
             end = somewhere.run(keys, end, stop)
-            if (stop - end) * size * LOOK_UP_AGAIN < vram:
-                continue
+            if (stop - end) * size * FOUND_PER_PREFILLED < vram:
+                continue  # searching VRAM again takes longer than prefilling these pages
             if not tier.pages.index.unanswered(keys[end : min(end + 1, stop)]):
                 continue  # the next page is known to be missing, so later pages are useless
             unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]

@@ -20,6 +20,7 @@ from tiered_kv.connectors.runtime.lower_tiers.demotion import (
     LookAhead,
     most_waiting,
 )
+from tiered_kv.connectors.runtime.pages import lookups
 from tiered_kv.orders import OrderKind
 from tiered_kv.remote import breaker
 from tiered_kv.storage.remote_pages import PAGE_PREFIX
@@ -227,6 +228,24 @@ def test_a_stopped_store_delays_no_request(make_rig: MakeRig, server: ValkeyServ
         server.go_on()
     for at in range(4):
         assert rig.outputs[f"turn{at}"] == expected(prompts[at], 4)
+    rig.run()
+    rig.check_clean()
+
+
+@pytest.mark.parametrize(("ratio", "queries"), [(1, 0), (1024, 1)])
+def test_few_pages_behind_a_long_vram_prefix_are_not_queried(
+    make_rig: MakeRig,
+    server: ValkeyServer,
+    monkeypatch: pytest.MonkeyPatch,
+    ratio: int,
+    queries: int,
+) -> None:
+    monkeypatch.setattr(lookups, "FOUND_PER_PREFILLED", ratio)
+    rig = make_rig(extra=remote(server), max_batched_tokens=1024, blocks=100)
+    ask(rig, "first")
+    rig.add("again", [*CONTEXT, *text(64, seed=5)])
+    rig.step()
+    assert rig.half.pages.book.number(OrderKind.LOOK_UP) == queries
     rig.run()
     rig.check_clean()
 
