@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
+from itertools import chain, repeat, takewhile
 
 from tiered_kv.keys import PageKey
 from tiered_kv.pages.base import ReturnForecast
@@ -181,7 +181,7 @@ class ContextTree:
 
     def _grow(self, above: Run | None, keys: list[PageKey], context: Context) -> Run:
         run = Run(keys, above, context, end=len(keys))
-        self.runs.update(dict.fromkeys(keys, run))
+        self.runs.update(zip(keys, repeat(run)))
         if above is not None:
             above.below[run] = None
         self.changed[run] = None
@@ -198,7 +198,7 @@ class ContextTree:
         del run.keys[at:]
         run.end = min(run.end, at)
         run.below, run.ends = {lower: None}, {}
-        self.runs.update(dict.fromkeys(lower.keys, lower))
+        self.runs.update(zip(lower.keys, repeat(lower)))
         self._changed(run)
         self.changed[lower] = None
 
@@ -213,7 +213,7 @@ class ContextTree:
             one.above = run
         for context in run.ends:
             context.leaf = run
-        self.runs.update(dict.fromkeys(lower.keys, run))
+        self.runs.update(zip(lower.keys, repeat(run)))
         self._changed(run)
         self._forget(lower)
 

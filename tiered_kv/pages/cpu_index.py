@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, filterfalse, islice, repeat
 from operator import not_
@@ -31,6 +31,9 @@ T = TypeVar("T")
 SPARED_SHARE = 4
 """At most one slot in ``SPARED_SHARE`` may hold a page that an eviction passes over because no
 lower tier has it yet."""
+SPARED_AT_ONCE = 4096
+"""Maximum number of pages that one eviction passes over, which takes about a millisecond, however
+large CPU memory is."""
 STAY_EVERY_S = 5.0
 """Minimum time between two measurements of the rate at which slots are allocated, seconds."""
 
@@ -144,7 +147,7 @@ class PageIndex:
         self._turnover = Turnover(clock)
         # Slots by page, one table per state, so that all pages of an order move together.
         self._being_written: dict[PageKey, int] = {}
-        self._resident: OrderedDict[PageKey, int] = OrderedDict()
+        self._resident: dict[PageKey, int] = {}
         self.cold = ColdPages()
         self.promoted = PromotedPages()
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
@@ -476,7 +479,7 @@ class PageIndex:
         stretches = self._eviction.stretches(first)
         in_context = set(chain.from_iterable(stretches))
         for key in filterfalse(in_context.__contains__, first):
-            self._resident.move_to_end(key)
+            self._resident[key] = self._resident.pop(key)
         return stretches
 
     def pack(self, keys: Sequence[PageKey]) -> list[int]:
@@ -553,8 +556,8 @@ class PageIndex:
         """Yield the pages of an eviction order, but pass over unsaved pages at first.
 
         A forecast may make pages the least valuable before a lower tier has received them. They are
-        yielded after all saved pages, or once ``num_slots // SPARED_SHARE`` pages were passed over.
-        The rest of the order then follows unchanged, so the order holds even if the tier is slow.
+        yielded after all saved pages, or once too many pages were passed over. The rest of the
+        order then follows unchanged, so the order holds even if the tier is slow.
         """
         if self.unsaved is None:
             return order
@@ -563,11 +566,8 @@ class PageIndex:
     def _in_two_passes(
         self, order: Iterator[PageKey], unsaved: Callable[[Sequence[PageKey]], Sequence[PageKey]]
     ) -> Iterator[Iterable[PageKey]]:
-        left, spared, bundled = (
-            self.num_slots // SPARED_SHARE,
-            list[PageKey](),
-            self.cold.with_mates,
-        )
+        left = min(self.num_slots // SPARED_SHARE, SPARED_AT_ONCE)
+        spared, bundled = list[PageKey](), self.cold.with_mates
         while left > 0 and (first := [*islice(order, 256)]):
             cold = self.cold.compressed > 0
             lacking = unsaved([*bundled(first)] if cold else first)

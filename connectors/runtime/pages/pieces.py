@@ -39,6 +39,8 @@ any more, takes a few milliseconds."""
 
 PAGES_A_STEP = 512
 """Maximum number of pages that all restores in pieces together order in a step."""
+TOKENS_A_STEP = 32_768
+"""Maximum number of tokens in these pages. Copying their KV to VRAM takes longer than a step."""
 PIECES_A_STEP = 4
 """Maximum number of pieces whose promotion is ordered in a step. Pages are evicted for each piece,
 and a disk takes longer than a step to read four large ones."""
@@ -190,18 +192,20 @@ class RestorePieces:
         self._block_size = engine.facts.block_size
         # A single group without windows has whole blocks in the order of the context.
         self._hashes = engine.facts.recovers_by_block
-        self._left = PAGES_A_STEP  # pages that may still be ordered in this step
-        self._pieces_left = PIECES_A_STEP  # pieces that may still be promoted in this step
+        self._left = 0  # pages that may still be ordered in this step
+        self._pieces_left = 0  # pieces that may still be promoted in this step
         self._under_way: dict[str, _Restore] = {}
         self._copying: dict[OrderId, int] = {}  # slots that each copy to VRAM releases
         self._slots = 0  # slots in use, including slots being copied
+        self.begin_step()
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def begin_step(self) -> None:
         """Start a step."""
-        self._left, self._pieces_left = PAGES_A_STEP, PIECES_A_STEP
+        self._left = max(1, min(PAGES_A_STEP, TOKENS_A_STEP // self._block_size))
+        self._pieces_left = PIECES_A_STEP
 
     def begin(
         self, turn: Turn, runs: Sequence[PlacedRun], tokens: int, until: float | None

@@ -37,6 +37,9 @@ AHEAD_SHARE = 4
 """One slot in ``AHEAD_SHARE`` may be reserved for promotions that are not due yet."""
 PAGES_A_STEP = 512
 """Maximum number of pages whose promotion is ordered in a step, for all turns together."""
+TOKENS_A_STEP = 16_384
+"""Maximum number of tokens in these pages. Reading their KV takes longer than a step: even with
+70 KB per token, it is more than 1 GB."""
 SEARCHED_A_STEP = 1024
 """Number of pages searched for in a step, after which further turns wait for their first search
 until the next step."""
@@ -121,14 +124,16 @@ class Promotions:
         self._pool = engine.pool
         self._clock = engine.clock
         self._unclaimed = 0  # pages promoted, being promoted or to be promoted for turns
-        self._left = PAGES_A_STEP  # pages whose promotion may still be ordered in this step
+        self._left = 0  # pages whose promotion may still be ordered in this step
         self._searched = 0  # pages searched for in this step
         self._used: list[PageKey] = []  # not yet marked as used in the lower tiers
-        self._touches_left = TOUCHED_A_STEP
+        self._touches_left = 0  # pages that may still be marked so in this step
+        self.begin_step()
 
     def begin_step(self) -> None:
         """Start a step."""
-        self._left, self._touches_left = PAGES_A_STEP, TOUCHED_A_STEP
+        self._left = max(1, min(PAGES_A_STEP, TOKENS_A_STEP // self._facts.block_size))
+        self._touches_left = TOUCHED_A_STEP
         self._searched = 0
         if self._used:
             self._touch_some()

@@ -7,6 +7,7 @@ needs the blocks more. Only the scheduler thread may touch the block pool.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -78,7 +79,8 @@ class PinTable:
         self.budget = budget
         self.on_end: Callable[[JobKey, PinEnd], None] = lambda job, why: None
         self._pins: dict[JobKey, _Pin] = {}
-        self._held: dict[int, int] = {}  # block id -> pins that hold it
+        self._held = set[int]()  # ids of the blocks that pins hold
+        self._shared = Counter[int]()  # block id -> further pins that hold it
         self._next_deadline = float("inf")
 
     def __len__(self) -> int:
@@ -149,11 +151,9 @@ class PinTable:
 
     def _hold(self, blocks: Sequence[Block]) -> None:
         self._pool.hold(blocks)
-        held = self._held
-        ids = dict.fromkeys(map(_ID, blocks), 1)
-        if not held.keys().isdisjoint(ids):
-            ids.update([(one, held[one] + 1) for one in ids.keys() & held.keys()])
-        held.update(ids)
+        ids = set(map(_ID, blocks))
+        self._shared.update(self._held & ids)
+        self._held |= ids
 
     def lease(self, job: JobKey, blocks: Sequence[Block], lease: Lease, started_at: float) -> int:
         """Pin a job's blocks until the end of the lease. If the job has a pin already, the blocks
@@ -233,12 +233,13 @@ class PinTable:
 
     def _give_back(self, blocks: Sequence[Block]) -> None:
         """Drop a pin's references to blocks."""
-        ids = list(map(_ID, blocks))
-        counts = list(map(self._held.pop, ids))
-        if counts.count(1) != len(counts):
-            self._held.update(
-                (one, count - 1) for one, count in zip(ids, counts, strict=True) if count > 1
-            )
+        ids = set(map(_ID, blocks))
+        for one in self._shared.keys() & ids:
+            ids.remove(one)
+            self._shared[one] -= 1
+            if not self._shared[one]:
+                del self._shared[one]
+        self._held -= ids
         self._pool.release(reversed(blocks))  # tails are evicted before heads
 
     def expire(self, now: float) -> int:
