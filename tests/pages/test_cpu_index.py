@@ -148,6 +148,14 @@ def test_only_a_part_of_memory_is_passed_over_for_a_lower_tier() -> None:
     assert evicted(index, keys, 3) == [4, 5, 6], "four of sixteen slots are passed over"
 
 
+def test_one_eviction_passes_over_few_pages_however_large_memory_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tiered_kv.pages.cpu_index.SPARED_AT_ONCE", 2)
+    index, keys = full_index(16, unsaved=set(range(10)))
+    assert evicted(index, keys, 3) == [2, 3, 4]
+
+
 def test_pages_that_a_lower_tier_lacks_are_evicted_if_no_others_are_left() -> None:
     index, keys = full_index(16, unsaved={0, 1})
     held = index.acquire_all(keys[3:])

@@ -41,7 +41,14 @@ def finish(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_no_step_orders_more_than_its_limit(rig: Rig) -> None:
+@pytest.mark.parametrize("tokens", [False, True], ids=["pages", "tokens"])
+def test_no_step_orders_more_than_its_limit(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tokens: bool
+) -> None:
+    if tokens:
+        monkeypatch.setattr(pieces, "PAGES_A_STEP", 512)
+        monkeypatch.setattr(pieces, "TOKENS_A_STEP", PAGES_A_STEP * 16 + 15)
+    rig.step()
     rig.add("again", LONG)
     start, ordered = rig.worker_half.start, list[int]()
 

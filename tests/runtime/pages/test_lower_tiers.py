@@ -174,10 +174,11 @@ def test_a_turn_that_waits_for_its_pages_delays_no_other(rig: Rig, gate: Gate) -
     rig.check_clean()
 
 
+@pytest.mark.parametrize(("limit", "most"), [("PAGES_A_STEP", 3), ("TOKENS_A_STEP", 63)])
 def test_a_long_context_is_promoted_over_several_steps(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
-    monkeypatch.setattr(promotions, "PAGES_A_STEP", 3)
+    monkeypatch.setattr(promotions, limit, most)
     rig.ask("first", CONTEXT)
     push_out(rig)
     before = rig.count("prompt_tokens_ssd")

@@ -63,6 +63,7 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
         self._loads: dict[str, _Load] = {}
         self._local: dict[str, int] = {}
         self._failed: set[str] = set()
+        self._retried: set[str] = set()
         self._connector_metadata: Any = None
         self._kv_cache_config = rig.scheduler.kv_cache_config
         self.loaded: dict[str, int] = {}
@@ -83,8 +84,11 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         name, local = request.request_id, num_computed_tokens
+        if name in self._failed - self._retried:  # as ``Restores.retries`` explains
+            self._retried.add(name)
+            return None, False
         most = request.num_tokens - 1
         if self.is_empty or most <= local or name in self._failed:
             return 0, False
