@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, filterfalse, islice, repeat
 from operator import not_
@@ -147,7 +147,7 @@ class PageIndex:
         self._turnover = Turnover(clock)
         # Slots by page, one table per state, so that all pages of an order move together.
         self._being_written: dict[PageKey, int] = {}
-        self._resident: dict[PageKey, int] = {}
+        self._resident: OrderedDict[PageKey, int] = OrderedDict()
         self.cold = ColdPages()
         self.promoted = PromotedPages()
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
@@ -479,7 +479,7 @@ class PageIndex:
         stretches = self._eviction.stretches(first)
         in_context = set(chain.from_iterable(stretches))
         for key in filterfalse(in_context.__contains__, first):
-            self._resident[key] = self._resident.pop(key)
+            self._resident.move_to_end(key)
         return stretches
 
     def pack(self, keys: Sequence[PageKey]) -> list[int]:
