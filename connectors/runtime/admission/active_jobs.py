@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.connectors.runtime.base import EngineFacts
@@ -176,7 +176,7 @@ BOUND_SLACK = 1 + 1e-9
 inexact."""
 TOGETHER, PART = 256, 64
 """``TOGETHER``: maximum number of jobs that one query counts again. With more jobs, a full count
-takes several queries: one per ``PART`` jobs, and two for sums over all jobs."""
+takes several queries of ``PART`` jobs each, so that no step waits for a whole count."""
 
 
 class ActiveJobs:
@@ -224,7 +224,7 @@ class ActiveJobs:
         self._starts = SharedStarts()
         self._changed: dict[JobKey | str, None] = {}  # changed since they were counted
         self._counted: dict[JobKey, JobDemand] = {}  # as last counted
-        self._counting = self._full_counts()
+        self._uncounted: list[JobKey] = []  # jobs that the current full count has not reached
         self._counted_until = -math.inf
 
     def __len__(self) -> int:
@@ -470,32 +470,22 @@ class ActiveJobs:
         those that changed."""
         now = self._clock()
         if now >= self._counted_until:
-            jobs = next(self._counting) + len(self._entering)
-            self._counted_until = now + COUNTED_S * jobs
+            self._count_more(now)
         for key in self._changed:
             self._count_one(key, now)
         self._changed.clear()
 
-    def _full_counts(self) -> Iterator[int]:
-        """Count all jobs, over and over. With more than ``TOGETHER`` jobs, a count has parts.
-        Yields the number of jobs counted in each part."""
-        while True:
-            keys = list(self._members)
-            together = len(keys) <= TOGETHER
-            size = max(1, len(keys)) if together else PART
-            for at in range(0, len(keys), size):
-                now = self._clock()
-                batch = (key for key in keys[at : at + size] if key in self._members)
-                for key, chance in self._chances(batch, now).items():
-                    member = self._members[key]
-                    self._counted[key] = self._demand_of(key, member, chance, 0.0, now)
-                if not together:
-                    yield size
+    def _count_more(self, now: float) -> None:
+        """Count the next ``PART`` jobs again. Once every job was counted, add up the demands."""
+        ahead = self._uncounted or list(self._members)
+        count = len(ahead) if len(self._members) <= TOGETHER else PART
+        batch, self._uncounted = ahead[:count], ahead[count:]
+        chances = self._chances((key for key in batch if key in self._members), now)
+        for key, chance in chances.items():
+            self._counted[key] = self._demand_of(key, self._members[key], chance, 0.0, now)
+        self._counted_until = now + COUNTED_S * (len(chances) + len(self._entering))
+        if not self._uncounted:
             self._add_up()
-            if not together:
-                yield size
-            self._share_room()
-            yield size
 
     def _add_up(self) -> None:
         """Add up the demands of all jobs as of their last count."""
@@ -505,17 +495,17 @@ class ActiveJobs:
         for key, member in sharing.items():
             shared = self._starts.counted_with(key, member)
             counted[key] = counted[key]._replace(shared=shared)
-        demands = [*counted.values(), *self._entering.values()]
-        self._demand = Demand(demands, self.cadence.spread)
+        demands = list(counted.values())
+        self._demand = Demand([*demands, *self._entering.values()], self.cadence.spread)
         keys: list[JobKey | str] = [*self._members, *self._entering]
         self._places = {key: place for place, key in enumerate(keys)}
+        self._share_room(demands)
 
-    def _share_room(self) -> None:
+    def _share_room(self, demands: Sequence[JobDemand]) -> None:
         """Find the clients whose jobs between turns take more than an equal share of the space."""
         waiting = dict.fromkeys([key.salt for key in self._members], NOTHING)
-        for key, member in self._members.items():
+        for (key, member), demand in zip(self._members.items(), demands, strict=True):
             if not member.running and key not in self._pins:
-                demand = self._counted.get(key, NO_DEMAND)
                 vram, anywhere = waiting[key.salt]
                 vram += demand.weight * demand.blocks
                 anywhere += demand.chance * demand.blocks
