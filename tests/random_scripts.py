@@ -30,7 +30,7 @@ from tiered_kv.connectors.runtime.between_turns import turn_ends
 from tiered_kv.connectors.runtime.pages import lookups, pieces, promotions, restores, saves
 from tiered_kv.connectors.runtime.pins import pin_table
 from tiered_kv.orders import RestoreMode
-from tiered_kv.pages import order_book
+from tiered_kv.pages import cpu_index, order_book
 from tiered_kv.policies import registry
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
@@ -102,6 +102,7 @@ def work_in_pieces(seed: int) -> Iterator[None]:
             (saves, "TOUCHED_A_STEP", 3),
             (saves, "LOOKED_AT", 2),
             (order_book, "SETTLED_AT_ONCE", 3),
+            (cpu_index, "SPARED_AT_ONCE", 2),
         ):
             if seed % 2:
                 patches.enter_context(patch.object(module, limit, pages))
