@@ -556,8 +556,9 @@ class PageIndex:
         """Yield the pages of an eviction order, but pass over unsaved pages at first.
 
         A forecast may make pages the least valuable before a lower tier has received them. They are
-        yielded after all saved pages, or once too many pages were passed over. The rest of the
-        order then follows unchanged, so the order holds even if the tier is slow.
+        yielded after all saved pages, or once ``SPARED_AT_ONCE`` pages or
+        ``num_slots // SPARED_SHARE`` were passed over. The rest of the order then follows
+        unchanged, so the order holds even if the tier is slow.
         """
         if self.unsaved is None:
             return order

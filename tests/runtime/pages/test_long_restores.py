@@ -48,7 +48,7 @@ def test_no_step_orders_more_than_its_limit(
     if tokens:
         monkeypatch.setattr(pieces, "PAGES_A_STEP", 512)
         monkeypatch.setattr(pieces, "TOKENS_A_STEP", PAGES_A_STEP * 16 + 15)
-    rig.step()
+    rig.step()  # the limits hold from the next step on
     rig.add("again", LONG)
     start, ordered = rig.worker_half.start, list[int]()
 

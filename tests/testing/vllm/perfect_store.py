@@ -86,7 +86,7 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         name, local = request.request_id, num_computed_tokens
-        if name in self._failed - self._retried:  # as ``Restores.retries`` explains
+        if name in self._failed - self._retried:  # or vLLM may deadlock; see ``Restores.retries``
             self._retried.add(name)
             return None, False
         most = request.num_tokens - 1
