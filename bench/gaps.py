@@ -73,9 +73,8 @@ class Session:
 
 
 def read_sources(folder: Path) -> dict[str, list[Session]]:
-    """Read the sessions of each file in a folder. Returns them by file stem, in file order. Files
-    without sessions are left out. A file that cannot be read, or has another format, is also
-    reported on standard error.
+    """Read the sessions of each file in a folder. Returns them by file stem, in file order. A file
+    without gaps, or that cannot be read, is left out and reported on standard error.
 
     Raises:
         OSError: the folder cannot be read.
@@ -85,10 +84,12 @@ def read_sources(folder: Path) -> dict[str, list[Session]]:
         try:
             sessions = [session for session in _read(path) if session.gaps]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            print(f"{path.name} contains no sessions", file=sys.stderr)
-        else:
+            sessions = []
+        if sessions:
             found[path.name.partition(".")[0]] = sessions
-    return {name: sessions for name, sessions in found.items() if sessions}
+        else:
+            print(f"{path.name} contains no gaps between turns", file=sys.stderr)
+    return found
 
 
 def _read(path: Path) -> Iterable[Session]:

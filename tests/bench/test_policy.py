@@ -117,15 +117,18 @@ def test_tool_rounds_and_tool_calls(tmp_path: Path) -> None:
     assert (call.gap_s, call.turn.tool and call.turn.tool.command) == (0.25, "ls -F")
 
 
-def test_a_file_without_sessions_is_skipped(
+def test_a_file_without_gaps_is_left_out_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "README.md").write_text("# Traces\n")
     (tmp_path / "broken.jsonl.gz").write_bytes(b"\x1f\x8bnot gzip")
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "half.jsonl").write_text('{"id": 1\n')
+    one_turn = {"session_id": "s", "tools": [], "input_tokens_total": 1}
+    one_turn |= {"newly_append_tokens": 1, "output_tokens": 1}
+    (tmp_path / "short.jsonl").write_text(json.dumps(one_turn))
     assert read_sources(tmp_path) == {}
-    assert capsys.readouterr().err.count("contains no sessions") == 4
+    assert capsys.readouterr().err.count("contains no gaps between turns") == 5
 
 
 def test_clients_that_do_not_name_their_tools() -> None:

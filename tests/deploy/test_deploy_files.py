@@ -68,6 +68,18 @@ def test_queries_name_existing_metrics_and_labels(title: str, query: str) -> Non
             ]
 
 
+def test_every_kind_of_fault_raises_an_alert() -> None:
+    """A fault without an alert would be seen only by those who look for it."""
+    watched = {
+        kind
+        for _, query in rule_queries()
+        for pattern in re.findall(r'faults_total\{kind=~?"([^"]*)"', query)
+        for kind in FAMILIES["faults"].labels["kind"]
+        if re.fullmatch(pattern, kind)
+    }
+    assert watched == {*FAMILIES["faults"].labels["kind"]}
+
+
 def test_the_dashboard_shows_every_part() -> None:
     shown = {
         found["name"].removeprefix(PREFIX)

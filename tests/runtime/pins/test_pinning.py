@@ -53,6 +53,32 @@ def test_a_job_that_returns_with_another_text_does_not_wait_for_its_own_pin(
     assert rig.outputs["compacted"] == expected(text(500, seed=3), 4)
 
 
+def test_a_turn_whose_pin_holds_copies_is_admitted_after_vllm_refused_it(
+    make_rig: MakeRig,
+) -> None:
+    """Two requests that generate the same text at the same time have blocks of their own for it.
+    vLLM finds the first request's blocks, which are free, also for the next turn of the second
+    request's job, whose pin holds copies of them. So the turn takes more free blocks than it would
+    if its pin held the blocks that vLLM finds."""
+    rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY)
+    prompt = text(208, seed=1)
+    rig.add("other", prompt, max_tokens=150)
+    rig.add("first", prompt, max_tokens=180, params=turn("job"))
+    rig.run()
+    rig.ask("rival", text(26 * 16, seed=2), params=turn("rival"))
+    assert rig.free_blocks < 16, "7 new blocks are needed, and 9 that are free and cached"
+
+    longer = prompt + rig.outputs["first"] + text(100, seed=3)
+    rig.add("back", longer, params=turn("job"))
+    rig.step()
+    assert rig.running() == []
+    rig.step()
+    assert rig.running() == ["back"]
+    rig.run()
+    assert rig.count("pins_ended_pressure") == 1
+    assert rig.outputs["back"] == expected(longer, 4)
+
+
 def test_no_request_waits_for_a_pin_while_only_a_preempted_turn_runs(make_rig: MakeRig) -> None:
     """A preempted turn has no blocks to free, and vLLM may not reach it before the waiting request.
     A pin is therefore released for the waiting request."""
