@@ -3,7 +3,7 @@ some bits flipped, so that its pages are encoded to different sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,9 +126,6 @@ class TwoRankRig(SecondRig):
         """The halves of both ranks."""
         return self.halves
 
-    def wait_for_worker(self) -> None:
-        super().wait_for_worker()
-        second = self.ranks.second
-        for part in (second.backend, second.compressor, second.snapshots):
-            if part is not None:
-                part.drain()
+    @property
+    def worker_halves(self) -> Sequence[Any]:
+        return [self.worker_half, self.ranks.second]

@@ -163,19 +163,21 @@ class EngineRig(ABC):
         half.backend = wrap(half.backend)
         return half.backend
 
+    @property
+    def worker_halves(self) -> Sequence[Any]:
+        """Worker halves of all ranks."""
+        return [self.worker_half]
+
     def wait_for_worker(self) -> None:
-        """Wait until the worker has carried out all orders that are due. The next step delivers the
+        """Wait until every rank has carried out all orders that are due. The next step delivers the
         reports."""
-        half = self.worker_half
-        if half.backend is not None:
-            half.backend.drain()
-        if half.compressor is not None:
-            half.compressor.drain()
-        if half.snapshots is not None:
-            half.snapshots.drain()
-        for tier in half.stores.values():
-            tier.io.wake()  # the rig's clock has advanced, so some orders may be due
-            assert tier.io.wait_idle(300.0), "the I/O thread is stuck"
+        for half in self.worker_halves:
+            for part in (half.backend, half.compressor, half.snapshots):
+                if part is not None:
+                    part.drain()
+            for tier in half.stores.values():
+                tier.io.wake()  # the rig's clock has advanced, so some orders may be due
+                assert tier.io.wait_idle(300.0), "the I/O thread is stuck"
 
     def settle(self) -> None:
         """Run until no order is in flight, including compression.

@@ -240,6 +240,7 @@ def play_script(folder: Path, seed: int, naming: Naming) -> Mapping[str, int]:
         ]
         for one in players:
             one.naming, one.others = naming, players
+        rigs.callback(naming.goes_on.set)  # before the engines close, which wait for its calls
         for _ in range(rng.randrange(15, 50)):
             rng.choice(players).act()
         if rng.random() < 0.1:
