@@ -92,9 +92,27 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
         most = request.num_tokens - 1
         if self.is_empty or most <= local or name in self._failed:
             return 0, False
+        if self._may_starve(request):
+            return None, False
         self._local[name] = local
         here = self._rng.randint(local, most)
         return here - local, here > local
+
+    def _may_starve(self, request: Any) -> bool:
+        """True if the pool may be too small for this request and for the loaded requests that hold
+        blocks and do not run yet. vLLM may deadlock then; see ``PinPressure.comes_behind``."""
+        rig, running = self._rig, set(self._rig.running())
+        behind = [
+            one
+            for name, one in rig.scheduler.requests.items()
+            if name in self.loaded and name not in running and rig.table(name)
+        ]
+        wanted = sum(
+            one.num_tokens // group.spec.block_size + 2
+            for one in (*behind, request)
+            for group in rig.runner.groups
+        )
+        return bool(behind) and wanted >= rig.options.blocks
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if not num_external_tokens:
