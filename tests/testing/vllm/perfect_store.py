@@ -102,17 +102,17 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
         """True if the pool may be too small for this request and for the loaded requests that hold
         blocks and do not run yet. vLLM may deadlock then; see ``PinPressure.comes_behind``."""
         rig, running = self._rig, set(self._rig.running())
-        behind = [
+        holding = [
             one
             for name, one in rig.scheduler.requests.items()
             if name in self.loaded and name not in running and rig.table(name)
         ]
         wanted = sum(
             one.num_tokens // group.spec.block_size + 2
-            for one in (*behind, request)
+            for one in (*holding, request)
             for group in rig.runner.groups
         )
-        return bool(behind) and wanted >= rig.options.blocks
+        return bool(holding) and wanted >= rig.options.blocks
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if not num_external_tokens:
