@@ -139,6 +139,19 @@ class EngineRig(ABC):
         """True if orders are in flight, including orders for which an idle engine does not step."""
         return self.half is not None and self.half.orders_under_way
 
+    def unfinished(self) -> str:
+        """Describe the requests, orders and hints in progress, for the message of a test that does
+        not end."""
+        requests = sorted(self.prompts.keys() - self.finished.keys())
+        if self.half is None:
+            return f"requests {requests}"
+        orders = [
+            (flight.order, flight.report, flight.abandoned) for flight in self.pages.book.flights()
+        ]
+        restores = {name: (one.restore, one.tiers) for name, one in self.turns.by_id.items()}
+        hints = [work.hint for work in self.half.kv_hints.works]
+        return f"requests {requests}, running {self.running()}, {orders=}, {restores=}, {hints=}"
+
     def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
         """Send one request, run until idle, and return its output."""
         self.add(request_id, prompt, **kwargs)

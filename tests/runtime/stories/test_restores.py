@@ -258,3 +258,14 @@ def test_without_a_cpu_tier_the_connector_only_pins(make_engine: MakeEngine) -> 
     rig.now += 3
     rig.ask("other", text(8, seed=17))
     rig.check_clean()
+
+
+@pytest.mark.parametrize("extra", [{"cpu_gib": 0.001}, None])
+def test_a_run_that_does_not_end_says_what_is_in_progress(
+    make_engine: MakeEngine, extra: dict[str, float] | None
+) -> None:
+    rig = make_engine(extra=extra)
+    rig.add("long", text(100, seed=1), max_tokens=50)
+    with pytest.raises(AssertionError, match=r"after 3 steps: requests \['long'\]"):
+        rig.run(limit=3)
+    rig.run()

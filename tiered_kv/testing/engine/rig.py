@@ -98,7 +98,7 @@ class SecondRig(EngineRig):
                 return
             if not self.step() and self.halves is not None:
                 self.wait_for_worker()  # only copies are pending
-        raise AssertionError(f"requests or orders are still in progress after {limit} steps")
+        raise AssertionError(f"still in progress after {limit} steps: {self.unfinished()}")
 
     def reset_cache(self, *, running: bool = True) -> bool:
         self.engine.reset_cache()  # this engine always preempts running requests

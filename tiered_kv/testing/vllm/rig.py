@@ -251,7 +251,7 @@ class Rig(EngineRig):
             output = self.step()
             if self.worker is not None and not output.total_num_scheduled_tokens:
                 self.wait_for_worker()  # only copies are pending
-        raise AssertionError(f"requests or orders are still in progress after {limit} steps")
+        raise AssertionError(f"still in progress after {limit} steps: {self.unfinished()}")
 
     def reset_cache(self, *, running: bool = True) -> bool:
         return bool(self.scheduler.reset_prefix_cache(reset_running_requests=running))
