@@ -297,7 +297,7 @@ class Script:
         """Run all requests to the end. Asserts that the answers are correct and that no resource is
         still held."""
         rig = self.rig
-        self.end_hints()
+        self.outlast_hints()
         rig.run()
         for name, sent in self.sent.items():
             self.check(name, sent.answer())
@@ -310,17 +310,20 @@ class Script:
             rig.settle()
         rig.check_clean()
 
-    def end_hints(self) -> None:
+    def outlast_hints(self) -> None:
         """Step until no request is left, and let the time pass in which an idle engine steps for
         hints. A hint may wait for a promotion that is due later, and the clock stands still while
         the rig runs to the end."""
         rig = self.rig
-        for _ in range(2000 if rig.half is not None else 0):
+        if rig.half is None:
+            return
+        for _ in range(2000):
             if rig.finished.keys() >= self.sent.keys():
                 break
-            if not rig.step():
+            rig.step()
+            if not rig.running():
                 rig.wait_for_worker()
-        if rig.half is not None and rig.half.kv_hints.works:
+        if rig.half.kv_hints.works:
             rig.now += hint_actions.EAGER_S
 
     def check(self, name: str, answer: list[int]) -> None:

@@ -266,6 +266,7 @@ def test_a_run_that_does_not_end_says_what_is_in_progress(
 ) -> None:
     rig = make_engine(extra=extra)
     rig.add("long", text(100, seed=1), max_tokens=50)
-    with pytest.raises(AssertionError, match=r"after 3 steps: requests \['long'\]"):
+    with pytest.raises(AssertionError, match=r"after 3 steps: requests \['long'\]") as said:
         rig.run(limit=3)
+    assert ("running ['long'], orders=" in str(said.value)) == (extra is not None)
     rig.run()

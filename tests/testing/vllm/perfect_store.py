@@ -100,7 +100,8 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
 
     def _may_starve(self, request: Any) -> bool:
         """True if the pool may be too small for this request and for the loaded requests that hold
-        blocks and do not run yet. vLLM may deadlock then; see ``PinPressure.comes_behind``."""
+        blocks and do not run yet, each with its partial block and one more. vLLM may deadlock then;
+        see ``PinPressure.comes_behind``."""
         rig, running = self._rig, set(self._rig.running())
         holding = [
             one
